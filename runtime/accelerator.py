@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from orc.runtime import collectives
 from orc.runtime.checkpoint.methods import Checkpointing
 from orc.runtime.core.attributes import AcceleratorAttributes
-from orc.runtime.core.context import Prepared, current_context
+from orc.runtime.core.context import current_context
 from orc.runtime.core.delegation import of
 from orc.runtime.core.errors import OrcRuntimeError
 from orc.runtime.core.options import ONE_STEP, gather_options
+from orc.runtime.core.prepared import Prepared
 from orc.runtime.core.state import check_device
 from orc.runtime.engine import engine_for
 from orc.runtime.engine.deepspeed.choice import choose_deepspeed

@@ -8,11 +8,12 @@ from orc.runtime.checkpoint.errors import CheckpointError, RanksElsewhere
 from orc.runtime.checkpoint.replication.meeting import Meeting, Verdict
 from orc.runtime.checkpoint.replication.sites import Survey
 from orc.runtime.checkpoint.state.base import steps_parts
-from orc.runtime.checkpoint.state.by_engine import lays_out_itself
-from orc.runtime.checkpoint.state.sharding import gathers_state, is_sharded
+from orc.runtime.core.prepared import Layout
+from orc.runtime.parallel.records import records_of
 
 if TYPE_CHECKING:
-    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.core.prepared import Prepared
 
 
 class MeetingAlone(Meeting):
@@ -37,8 +38,8 @@ def check_savable_alone(prepared: Prepared, elsewhere: RanksElsewhere) -> None:
     Raises:
         CheckpointError: a model or optimizer is spread over the ranks.
     """
-    models, optimizers = prepared.models, prepared.optimizers
-    spread = [type(one).__name__ for one in models if lays_out_itself(one) or gathers_state(one) or is_sharded(one)]
+    models, optimizers = records_of(prepared), prepared.optimizers
+    spread = [type(one.model).__name__ for one in models if one.layout is not Layout.WHOLE]
     spread += [type(one).__name__ for one in optimizers if steps_parts(one, models)]
     spread += [
         type(inner).__name__

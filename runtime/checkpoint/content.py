@@ -24,10 +24,12 @@ from orc.runtime.checkpoint.state.by_engine import engine_tasks, trained_engines
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.storage.destination import Destination
 from orc.runtime.checkpoint.storage.durable import Hashing
+from orc.runtime.parallel.records import records_of
 
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.state.planning import ShardPlans
-    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.core.prepared import Prepared
 
 Task = Callable[[Hashing], None]
 # What a rank is going to write, by file name; or the error that keeps it from doing so.
@@ -76,17 +78,15 @@ class Collected:
 def _collect(context: RunContext, prepared: Prepared, request: SaveRequest, destination: Destination) -> Collected:
     destination.check_visible()
     all_models, prepared = prepared.models, without_engines(prepared)
-    models = list(prepared.models)
+    models = records_of(prepared)
     strategies = [strategy_named(strategy_of(model, request.state)) for model in models]
     weights = [
         strategy.model_state(model, keep=destination.leads) for strategy, model in zip(strategies, models, strict=True)
     ]
     in_shards = {id(one) for one, strategy in zip(weights, strategies, strict=True) if strategy.name != FULL}
-    optimizers = [
-        strategy_named(strategy_of_optimizer(one, prepared.models, request.state)) for one in prepared.optimizers
-    ]
+    optimizers = [strategy_named(strategy_of_optimizer(one, models, request.state)) for one in prepared.optimizers]
     optimizer_states = [
-        strategy.optimizer_state(one, prepared.models, keep=destination.leads)
+        strategy.optimizer_state(one, models, keep=destination.leads)
         for strategy, one in zip(optimizers, prepared.optimizers, strict=True)
     ]
     for hook in request.hooks:

@@ -19,8 +19,9 @@ from orc.runtime.checkpoint.saving import write
 from orc.runtime.checkpoint.state import strategy_named
 from orc.runtime.checkpoint.state.adapters import adapter_names
 from orc.runtime.checkpoint.state.base import FULL, SHARDED, strategy_wanted
-from orc.runtime.checkpoint.state.sharding import is_fsdp1, is_sharded
 from orc.runtime.checkpoint.storage.durable import HashingFile, publish, remove_tree, temporary_name, write_file
+from orc.runtime.core.prepared import Layout, PreparedModel
+from orc.runtime.parallel.records import record_of
 
 if TYPE_CHECKING:
     from orc.runtime.accelerator import Accelerator
@@ -48,13 +49,13 @@ def save_fsdp_model(
     Raises:
         CheckpointError: on every process, it could not be written.
     """
-    directory, meeting = Path(output_dir), _meeting(accelerator)
+    directory, meeting, record = Path(output_dir), _meeting(accelerator), record_of(accelerator._prepared, model)
     if _wanted(fsdp_plugin) == FULL:
-        state = _whole_state(model, accelerator.is_main_process, adapter_only)
+        state = _whole_state(record, accelerator.is_main_process, adapter_only)
         _write_file(meeting, directory / _model_file(model_index), state)
     else:
-        state = strategy_named(SHARDED).model_state(model, keep=True)
-        state = _adapter_of(model, state) if adapter_only else state
+        state = strategy_named(SHARDED).model_state(record, keep=True)
+        state = _adapter_of(record, state) if adapter_only else state
         _write_shards(meeting, directory / f"{layout.FSDP_MODEL_NAME}_{model_index}", {"model": state})
 
 
@@ -79,23 +80,23 @@ def load_fsdp_model(
     Raises:
         CheckpointError: on every process; there are none, or they do not fit.
     """
-    directory = Path(input_dir)
+    directory, record = Path(input_dir), record_of(accelerator._prepared, model)
     names = (f"{layout.FSDP_MODEL_NAME}_{model_index}", layout.model_shards(model_index))
     folder = _folder(directory, names)
     files = (_model_file(model_index), layout.model_file(model_index), layout.model_file(model_index, False))
 
     def load() -> None:
-        here = strategy_named(SHARDED).model_state(model, keep=True) if adapter_only else {}
-        only = adapter_names(model, here) if adapter_only else None
+        here = strategy_named(SHARDED).model_state(record, keep=True) if adapter_only else {}
+        only = adapter_names(record, here) if adapter_only else None
         if folder is not None:
             if only is not None:
                 from orc.runtime.checkpoint.state.dcp import load_part
 
-                load_part(folder, model, here, only)
+                load_part(folder, record, here, only)
                 return
-            if wrong := strategy_named(SHARDED).model_problem(folder, model):
+            if wrong := strategy_named(SHARDED).model_problem(folder, record):
                 raise CheckpointError(f"{folder} does not fit the prepared model: {wrong}")
-            strategy_named(SHARDED).load_model(folder, model)
+            strategy_named(SHARDED).load_model(folder, record)
             return
         path = _file(directory, files, names)
         state = _read(path)
@@ -105,10 +106,10 @@ def load_fsdp_model(
             if lines := difference(sizes_of({name: here[own] for name, own in only.items()}), sizes_of(state)):
                 raise CheckpointError(f"{path} does not fit the adapter: {lines}")
             state = {own: state[name] for name, own in only.items()}
-        if is_sharded(model):
-            strategy_named(FULL).load_model(state, model, strict=only is None)
+        if record.spread:
+            strategy_named(FULL).load_model(state, record, strict=only is None)
         else:
-            accelerator.unwrap_model(model).load_state_dict(state, strict=only is None)
+            record.bare.load_state_dict(state, strict=only is None)
 
     _agree(_meeting(accelerator), "load_fsdp_model", load)
 
@@ -132,12 +133,12 @@ def save_fsdp_optimizer(
     Raises:
         CheckpointError: on every process, it could not be written.
     """
-    directory, meeting = Path(output_dir), _meeting(accelerator)
+    directory, meeting, record = Path(output_dir), _meeting(accelerator), record_of(accelerator._prepared, model)
     if _wanted(fsdp_plugin) == FULL:
-        state = strategy_named(FULL).optimizer_state(optimizer, [model], keep=accelerator.is_main_process)
+        state = strategy_named(FULL).optimizer_state(optimizer, [record], keep=accelerator.is_main_process)
         _write_file(meeting, directory / layout.numbered(layout.OPTIMIZER_NAME, optimizer_index, "bin"), state)
     else:
-        state = strategy_named(SHARDED).optimizer_state(optimizer, [model], keep=True)
+        state = strategy_named(SHARDED).optimizer_state(optimizer, [record], keep=True)
         _write_shards(meeting, directory / layout.optimizer_shards(optimizer_index), {"optimizer": state})
 
 
@@ -163,30 +164,30 @@ def load_fsdp_optimizer(
     Raises:
         CheckpointError: on every process; there is none, or it does not fit.
     """
-    directory = Path(input_dir)
+    directory, record = Path(input_dir), record_of(accelerator._prepared, model)
     names = (layout.optimizer_shards(optimizer_index),)
     folder = _folder(directory, names)
 
     def load() -> None:
         if folder is not None:
-            if wrong := strategy_named(SHARDED).optimizer_problem(folder, optimizer, [model]):
+            if wrong := strategy_named(SHARDED).optimizer_problem(folder, optimizer, [record]):
                 raise CheckpointError(f"{folder} does not fit the prepared optimizer: {wrong}")
-            strategy_named(SHARDED).load_optimizer(folder, optimizer, [model])
+            strategy_named(SHARDED).load_optimizer(folder, optimizer, [record])
             return
         path = _file(directory, (layout.numbered(layout.OPTIMIZER_NAME, optimizer_index, "bin"),), names)
-        if is_sharded(model):
-            strategy_named(FULL).load_optimizer(_read(path), optimizer, [model])
+        if record.spread:
+            strategy_named(FULL).load_optimizer(_read(path), optimizer, [record])
         else:
             optimizer.load_state_dict(_read(path))
 
     _agree(_meeting(accelerator), "load_fsdp_optimizer", load)
 
 
-def _whole_state(model: nn.Module, keep: bool, adapter_only: bool) -> dict[str, Any]:
+def _whole_state(model: PreparedModel, keep: bool, adapter_only: bool) -> dict[str, Any]:
     """Return the whole weights on the process that is to *keep* them; of an adapter no others are gathered."""
     if not adapter_only:
         return strategy_named(FULL).model_state(model, keep=keep)
-    if is_fsdp1(model):
+    if model.layout is Layout.FLATTENED:
         state = strategy_named(FULL).model_state(model, keep=keep)
         return _adapter_of(model, state) if keep else {}
     from orc.runtime.checkpoint.state.full import gathered
@@ -195,7 +196,7 @@ def _whole_state(model: nn.Module, keep: bool, adapter_only: bool) -> dict[str, 
     return dict(gathered(_adapter_of(model, state), keep))
 
 
-def _adapter_of(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+def _adapter_of(model: PreparedModel, state: dict[str, Any]) -> dict[str, Any]:
     """Return what of *state* is the adapter of *model*, under peft's names; all of it without one."""
     only = adapter_names(model, state)
     return state if only is None else {name: state[own] for name, own in only.items()}

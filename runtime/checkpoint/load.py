@@ -18,22 +18,22 @@ from orc.runtime.checkpoint.state import fit, rng, strategy_named
 from orc.runtime.checkpoint.state.base import FULL, SHARDED, steps_parts
 from orc.runtime.checkpoint.state.by_engine import (
     engine_problem,
-    lays_out_itself,
     load_engines,
     trained_engines,
     without_engines,
 )
 from orc.runtime.checkpoint.state.placing import placed, read_state, unmapped, unpickle
-from orc.runtime.checkpoint.state.sharding import is_sharded
 from orc.runtime.checkpoint.storage.copying import Copies
 from orc.runtime.checkpoint.verified import READ_PATIENCE_S, Verified, tell
 from orc.runtime.collectives.tree import recursively_apply
+from orc.runtime.core.prepared import Layout, PreparedModel
 from orc.runtime.data.plan import PositionError
 from orc.runtime.data.position import next_epoch
-from orc.runtime.parallel import extract_model_from_parallel
+from orc.runtime.parallel.records import records_of
 
 if TYPE_CHECKING:
-    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.core.prepared import Prepared
 
 Hook = Callable[[list[torch.nn.Module], str], None]
 
@@ -83,17 +83,18 @@ def load(
             error = str(failure)
     # Hooks may load something by themselves: not before the rest is known to fit.
     meeting.hold("load_state (reading)", error, _agree, timeout_s=READ_PATIENCE_S)
-    models = list(all_models)
+    modules = list(all_models)
+    models: list[PreparedModel] = []
     with _not_awaited(meeting, "load_state (checking)"):
         for hook in hooks:
-            hook(models, str(directory))
-        engines = [engine for engine in engines if any(engine is model for model in models)]
-        models = [model for model in models if not lays_out_itself(model)]
+            hook(modules, str(directory))
+        engines = [engine for engine in engines if any(engine is module for module in modules)]
+        models = [one for one in records_of(prepared, modules) if one.layout is not Layout.OF_ENGINE]
         error = _error_of(lambda: _check_models(directory, manifest, models, options))
     tried = {
         index
         for index, model in enumerate(models)
-        if not (is_sharded(model) or _in_shards(manifest, layout.model_shards(index))) and fit.decides_itself(model)
+        if not (model.spread or _in_shards(manifest, layout.model_shards(index))) and fit.decides_itself(model.bare)
     }
     # Until here nothing has changed anywhere; what can be known to fail has failed on all ranks.
     meeting.hold("load_state (checking)", error, _agree, timeout_s=READ_PATIENCE_S)
@@ -104,7 +105,7 @@ def load(
                 if error is None and index in tried:
                     load_it = partial(_load_model, directory, manifest, index, model, map_location, options)
                     name = _model_path(directory, manifest, index).name
-                    error = _error_of(partial(fit.load_tentatively, undo, name, model, load_it))
+                    error = _error_of(partial(fit.load_tentatively, undo, name, model.bare, load_it))
         meeting.hold("load_state (trying)", error, _agree, timeout_s=READ_PATIENCE_S)
         undo.pop_all()
     load_engines(engines, directory, options)
@@ -119,10 +120,9 @@ def load(
                 ready[name] = unmapped(states.pop(name), copies, optimizer.state_dict())
         if not options.get("assign"):
             for path, (state, model) in weights.items():
-                bare = extract_model_from_parallel(model, keep_torch_compile=False)
-                weights[path] = placed(state, bare, copies), model
+                weights[path] = placed(state, model.bare, copies), model
         for index, model in enumerate(models):
-            if index not in tried and (is_sharded(model) or _in_shards(manifest, layout.model_shards(index))):
+            if index not in tried and (model.spread or _in_shards(manifest, layout.model_shards(index))):
                 _load_model(directory, manifest, index, model, map_location, options)
         _load_shards(directory, manifest, prepared)
         copies.wait()
@@ -130,7 +130,7 @@ def load(
             _load_weights(path, state, model, options)
         for name, target in _names(prepared, manifest.files).items():
             if name in sharded:
-                strategy_named(FULL).load_optimizer(states.pop(name), target, prepared.models)
+                strategy_named(FULL).load_optimizer(states.pop(name), target, records_of(prepared))
                 continue
             state = ready.pop(name) if name in ready else unmapped(states.pop(name), copies)
             copies.wait()
@@ -239,7 +239,7 @@ def _check_states(directory: Path, prepared: Prepared, states: Mapping[str, Any]
     loaders, sharded = _loaders(prepared), _sharded_optimizers(prepared)
     for name, target in _names(prepared, files).items():
         if name in sharded:
-            wrong = strategy_named(FULL).optimizer_problem(states[name], target, prepared.models)
+            wrong = strategy_named(FULL).optimizer_problem(states[name], target, records_of(prepared))
         else:
             wrong = fit.position_problem(states[name]) if name in loaders else fit.problem(target, states[name])
         if wrong is not None:
@@ -248,7 +248,7 @@ def _check_states(directory: Path, prepared: Prepared, states: Mapping[str, Any]
 
 
 def _check_models(
-    directory: Path, manifest: Manifest, models: Sequence[torch.nn.Module], options: Mapping[str, Any]
+    directory: Path, manifest: Manifest, models: Sequence[PreparedModel], options: Mapping[str, Any]
 ) -> None:
     by_shards = _sharded_models(manifest, models)
     paths = [_model_path(directory, manifest, index) for index in range(len(models))]
@@ -268,17 +268,18 @@ def _in_shards(manifest: Manifest, folder: str) -> bool:
     return layout.shard_metadata(folder) in manifest.files
 
 
-def _sharded_models(manifest: Manifest, models: Sequence[torch.nn.Module]) -> set[int]:
+def _sharded_models(manifest: Manifest, models: Sequence[PreparedModel]) -> set[int]:
     """Return the numbers of the *models* whose state lies in shards."""
     return {index for index in range(len(models)) if _in_shards(manifest, layout.model_shards(index))}
 
 
 def _sharded_optimizers(prepared: Prepared) -> set[str]:
     """Return the file names of the optimizers that step sharded parameters."""
+    models = records_of(prepared)
     return {
         layout.numbered(layout.OPTIMIZER_NAME, index, "bin")
         for index, optimizer in enumerate(prepared.optimizers)
-        if steps_parts(optimizer, prepared.models)
+        if steps_parts(optimizer, models)
     }
 
 
@@ -293,14 +294,14 @@ def _shards_of_optimizers(directory: Path, manifest: Manifest, prepared: Prepare
 
 def _check_shards(directory: Path, manifest: Manifest, prepared: Prepared) -> None:
     for folder, optimizer in _shards_of_optimizers(directory, manifest, prepared):
-        wrong = strategy_named(SHARDED).optimizer_problem(folder, optimizer, prepared.models)
+        wrong = strategy_named(SHARDED).optimizer_problem(folder, optimizer, records_of(prepared))
         if wrong is not None:
             raise CheckpointError(f"{folder} does not fit what is prepared: {wrong}. Nothing was loaded")
 
 
 def _load_shards(directory: Path, manifest: Manifest, prepared: Prepared) -> None:
     for folder, optimizer in _shards_of_optimizers(directory, manifest, prepared):
-        strategy_named(SHARDED).load_optimizer(folder, optimizer, prepared.models)
+        strategy_named(SHARDED).load_optimizer(folder, optimizer, records_of(prepared))
 
 
 def _model_path(directory: Path, manifest: Manifest, index: int) -> Path:
@@ -323,19 +324,19 @@ def _check_positions(context: RunContext, directory: Path, prepared: Prepared, s
 
 
 def _whole_weights(
-    directory: Path, manifest: Manifest, models: Sequence[torch.nn.Module], map_location: Any
-) -> dict[Path, tuple[Any, torch.nn.Module]]:
+    directory: Path, manifest: Manifest, models: Sequence[PreparedModel], map_location: Any
+) -> dict[Path, tuple[Any, PreparedModel]]:
     """Return the states of *models* that are loaded in one piece and only now, by file, with their models."""
     by_shards = _sharded_models(manifest, models)
     return {
         (path := _model_path(directory, manifest, index)): (read_state(path, map_location), model)
         for index, model in enumerate(models)
-        if index not in by_shards and not is_sharded(model) and not fit.decides_itself(model)
+        if index not in by_shards and not model.spread and not fit.decides_itself(model.bare)
     }
 
 
 def _load_model(
-    directory: Path, manifest: Manifest, index: int, model: torch.nn.Module, map_location: Any, options: dict[str, Any]
+    directory: Path, manifest: Manifest, index: int, model: PreparedModel, map_location: Any, options: dict[str, Any]
 ) -> None:
     if _in_shards(manifest, layout.model_shards(index)):
         folder = directory / layout.model_shards(index)
@@ -343,16 +344,16 @@ def _load_model(
         return
     path = _model_path(directory, manifest, index)
     state = read_state(path, map_location)
-    if is_sharded(model):
+    if model.spread:
         strategy_named(FULL).load_model(state, model, strict=options.get("strict", True))
     else:
         _load_weights(path, state, model, options)
 
 
-def _load_weights(path: Path, state: Mapping[str, Any], model: torch.nn.Module, options: dict[str, Any]) -> None:
+def _load_weights(path: Path, state: Mapping[str, Any], model: PreparedModel, options: dict[str, Any]) -> None:
     try:
         # A tensor that is in its place already is not copied again.
-        extract_model_from_parallel(model, keep_torch_compile=False).load_state_dict(state, **options)
+        model.bare.load_state_dict(state, **options)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the prepared model: {error}") from error
 

@@ -10,6 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.saving import StateSaving
+from orc.runtime.core.prepared import Layout
+from orc.runtime.parallel.records import record_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,9 +74,7 @@ class Checkpointing(StateSaving):
                 (`InitProcessGroupKwargs`, ORC_TIMEOUT_S, otherwise ten minutes); nothing has changed.
             ValueError: there is no directory to write to.
         """
-        from orc.runtime.checkpoint.state.by_engine import lays_out_itself
-
-        if not any(map(lays_out_itself, self.prepared.models)):
+        if all(one.layout is not Layout.OF_ENGINE for one in self.prepared.records):
             _warn_of_unused("save_state", save_model_func_kwargs)
         place = self.save_checkpoint(_place(output_dir), safe_serialization, block, save_model_func_kwargs)
         return str(place)
@@ -173,15 +173,15 @@ class Checkpointing(StateSaving):
         """
         from orc.runtime.checkpoint.state import strategy_named
         from orc.runtime.checkpoint.state.base import FULL
-        from orc.runtime.checkpoint.state.sharding import is_sharded
         from orc.runtime.weights.loading import save_model
         from orc.runtime.weights.quantization.scheme import refuse_to_save
 
         refuse_to_save(model)  # on all processes
         each_node = self.options.project.save_on_each_node
         writes = self.ctx.is_local_main if each_node else self.ctx.is_main
-        if is_sharded(model):
-            state = strategy_named(FULL).model_state(model, keep=writes)
+        record = record_of(self.prepared, model)
+        if record.spread:
+            state = strategy_named(FULL).model_state(record, keep=writes)
         else:
             state = self.ctx.compute.to_cpu(self.engine.model_state(model))  # on all processes
         if writes:

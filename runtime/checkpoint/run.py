@@ -39,8 +39,9 @@ from orc.runtime.data.position import training_loader
 
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.storage.destination import Destination
-    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.core.context import RunContext
     from orc.runtime.core.handlers import LoadHook, ProjectConfiguration, SaveHook
+    from orc.runtime.core.prepared import Prepared
 
 
 @dataclass(frozen=True)

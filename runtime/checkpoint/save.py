@@ -22,15 +22,17 @@ from orc.runtime.checkpoint.replication.sites import Sites, Survey
 from orc.runtime.checkpoint.request import SaveRequest
 from orc.runtime.checkpoint.state.base import FULL, strategy_of, strategy_of_optimizer
 from orc.runtime.checkpoint.state.by_engine import without_engines
-from orc.runtime.checkpoint.state.sharding import gathers_state, is_sharded
 from orc.runtime.checkpoint.storage.destination import Destination, LocalDestination, RemoteDestination
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
 from orc.runtime.checkpoint.storage.fence import refuse_superseded
 from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteRoot
+from orc.runtime.core.prepared import Layout
+from orc.runtime.parallel.records import records_of
 
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.state.planning import ShardPlans
-    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.core.prepared import Prepared
 
 _WRITERS = 4  # files at a time
 _COMMIT_PATIENCE_S = 3600.0  # a rank that has written waits for the slowest disk
@@ -123,9 +125,9 @@ def meet_before_gathering(meeting: Meeting, prepared: Prepared, request: SaveReq
     Raises:
         CheckpointError: on every rank, one cannot see the destination.
     """
-    prepared = without_engines(prepared)
-    whole = [model for model in prepared.models if is_sharded(model) and strategy_of(model, request.state) == FULL]
-    if whole or any(map(gathers_state, prepared.models)):
+    models = records_of(without_engines(prepared))
+    whole = [model for model in models if model.spread and strategy_of(model, request.state) == FULL]
+    if whole or any(model.layout is Layout.GATHERED for model in models):
         error = attempt(destination.check_visible)[1]
         meeting.hold("save_state (gathering)", error, agree_on_no_error)
 
@@ -133,7 +135,7 @@ def meet_before_gathering(meeting: Meeting, prepared: Prepared, request: SaveReq
 def shard_plans(meeting: Meeting, prepared: Prepared, request: SaveRequest) -> ShardPlans | None:
     """Return what the ranks will agree on about shards; `None` where nothing is saved as shards."""
     prepared = without_engines(prepared)
-    models = prepared.models
+    models = records_of(prepared)
     names = {strategy_of(model, request.state) for model in models}
     names |= {strategy_of_optimizer(optimizer, models, request.state) for optimizer in prepared.optimizers}
     if names <= {FULL}:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from orc.runtime.core.context import RunContext, current_context
+from orc.runtime.parallel.records import record_of
 
 if TYPE_CHECKING:
     from orc.runtime.core.handlers import LoadHook, SaveHook
@@ -46,10 +47,10 @@ class StateSaving:
         """
         from orc.runtime.checkpoint.state import strategy_named
         from orc.runtime.checkpoint.state.base import FULL
-        from orc.runtime.checkpoint.state.sharding import is_sharded
 
-        if is_sharded(model):
-            return strategy_named(FULL).model_state(model, keep=self.ctx.is_main)
+        record = record_of(self.prepared, model)
+        if record.spread:
+            return strategy_named(FULL).model_state(record, keep=self.ctx.is_main)
         return self.engine.model_state(model, unwrap=unwrap)
 
     def save(self, obj: Any, f: File, safe_serialization: bool = False) -> None:

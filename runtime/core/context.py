@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -140,49 +140,6 @@ class GradientRecord:
         """Samples of the current global batch that are no duplicates, where it was filled up; otherwise -1."""
         loader = self.current
         return loader.remainder if loader is not None else self._remainder
-
-
-@dataclass(repr=False, eq=False)
-class Prepared:
-    """Everything an Accelerator has prepared or registered, in order; what a checkpoint covers."""
-
-    models: list[torch.nn.Module] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)  # AcceleratedOptimizer
-    schedulers: list[Any] = field(default_factory=list)  # AcceleratedScheduler
-    dataloaders: list[Any] = field(default_factory=list)  # PreparedLoader
-    custom: list[Any] = field(default_factory=list)  # registered by the user: state_dict and load_state_dict
-    scaler: Any = None  # torch.amp.GradScaler with fp16; its scale is read by `current_scaler`
-    engine: Any = None  # the Engine that trains them
-    guard: Any = None  # the SpikeGuard that may veto their updates
-    sharded: bool = False  # a model has parameters that are cut over the processes (DTensors)
-
-    def steps(self) -> int:
-        """Optimizer steps taken so far."""
-        steps = 0
-        for optimizer in self.optimizers:
-            if optimizer.steps > steps:
-                steps = optimizer.steps
-        return steps
-
-    def attempts(self) -> int:
-        """Return the optimizer steps taken or skipped so far."""
-        return max((optimizer.steps + optimizer.skips for optimizer in self.optimizers), default=0)
-
-    def current_scaler(self) -> Any:
-        """Return the gradient scaler with the scale that the next backward will use; `None` where nothing is scaled."""
-        return self.scaler if self.engine is None else self.engine.scaler
-
-    def trained_parameters(self) -> Iterable[torch.Tensor]:
-        """Every parameter of the optimizers once; without optimizers those of the models."""
-        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        found = groups or [list(model.parameters()) for model in self.models]
-        return {id(parameter): parameter for group in found for parameter in group}.values()
-
-    def clear(self) -> None:
-        """Forget all objects."""
-        for objects in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.custom):
-            objects.clear()
-        self.sharded = False
 
 
 @dataclass(repr=False, eq=False)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from orc.runtime.engine.base import Engine
 
 if TYPE_CHECKING:
-    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.core.context import RunContext
     from orc.runtime.core.options import Options
+    from orc.runtime.core.prepared import Prepared
 
 
 def engine_for(ctx: RunContext, options: Options | None = None, prepared: Prepared | None = None) -> Engine:
     """Return the engine that trains in *ctx* with *options*, over the objects in *prepared*. Nothing else makes one."""
-    from orc.runtime.core.context import Prepared
+    from orc.runtime.core.prepared import Prepared
 
     module = importlib.import_module(f"{__name__}.{_name(ctx, options)}")
     engine: Engine = module.ENGINE(ctx, options, Prepared() if prepared is None else prepared)

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.core.context import RunContext
     from orc.runtime.core.events import Events
+    from orc.runtime.core.prepared import Prepared
     from orc.runtime.train.normalize import Count, LossNormalizer
     from orc.runtime.train.optimizer import AcceleratedOptimizer
     from orc.runtime.train.preparing import Preparation

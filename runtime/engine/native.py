@@ -10,11 +10,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from orc.runtime.core.context import Prepared, RunContext
+from orc.runtime.core.context import RunContext
 from orc.runtime.core.events import Events
+from orc.runtime.core.prepared import Prepared
 from orc.runtime.engine.norms import clip_norm, total_norm
 from orc.runtime.engine.whole import whole
-from orc.runtime.parallel import extract_model_from_parallel, parallelizers
+from orc.runtime.parallel.records import record_of
 from orc.runtime.train.normalize import Count, LossNormalizer
 
 if TYPE_CHECKING:
@@ -99,19 +100,11 @@ class NativeEngine:
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context around forward and backward in which *model*'s gradients stay local."""
-        model = model._modules.get("_orig_mod") or model  # what torch.compile made of it
-        for one in parallelizers():
-            if (context := one.no_sync(model)) is not None:
-                return context
-        return contextlib.nullcontext()
+        return record_of(self.prepared, model).no_sync()
 
     def sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context around the backward that ends several forwards under `no_sync`."""
-        model = model._modules.get("_orig_mod") or model
-        for one in parallelizers():
-            if (context := one.sync_in_backward(model)) is not None:
-                return context
-        return contextlib.nullcontext()
+        return record_of(self.prepared, model).sync_in_backward()
 
     # gradients
 
@@ -201,7 +194,7 @@ class NativeEngine:
 
     def model_state(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """The complete state dict of *model*; with *unwrap* under the names of the model that the user wrote."""
-        bare = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
+        bare = record_of(self.prepared, model).bare if unwrap else model
         state = bare.state_dict()
         if any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values()):
             from orc.runtime.weights.dispatch import get_state_dict_offloaded_model

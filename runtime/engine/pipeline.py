@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from orc.runtime.core.errors import ContextError
 from orc.runtime.engine.native import NativeEngine
 from orc.runtime.engine.norms import clip_norm
-from orc.runtime.parallel import extract_model_from_parallel
 from orc.runtime.parallel.compile import compiles
-from orc.runtime.parallel.parts import check_orders, parts_of, whole_model
+from orc.runtime.parallel.parts import check_orders, whole_model
+from orc.runtime.parallel.records import record_of
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class PipelineEngine(NativeEngine):
                 "already; leave it out"
             )
         result = super().prepare(objects, placement, preparation)
-        parts = next((found for one in self.prepared.models if (found := parts_of(one)) is not None), None)
+        parts = next((one.parts for one in self.prepared.records if one.parts is not None), None)
         optimizers = [one.optimizer for one in result if isinstance(one, AcceleratedOptimizer)]
         if parts is not None and optimizers:
             check_orders(parts.ctx, optimizers)
@@ -56,10 +56,10 @@ class PipelineEngine(NativeEngine):
 
     def model_state(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """The complete state dict of *model*, gathered from its stages; all processes call it."""
-        parts = parts_of(model)
-        if parts is None:
+        record = record_of(self.prepared, model)
+        if record.parts is None:
             return super().model_state(model, unwrap=unwrap)
-        return whole_model(parts, extract_model_from_parallel(model).state_dict(), keep=True)
+        return whole_model(record.parts, record.bare.state_dict(), keep=True)
 
 
 ENGINE = PipelineEngine

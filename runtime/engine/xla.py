@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from orc.runtime.core.context import Prepared, RunContext
+from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import ContextError
+from orc.runtime.core.prepared import Prepared
 from orc.runtime.engine.native import NativeEngine
 from orc.runtime.launch.xla import Xla
 

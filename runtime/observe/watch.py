@@ -32,7 +32,8 @@ from orc.runtime.observe.whereabouts import main_place
 
 if TYPE_CHECKING:
     from orc.runtime.collectives.board import Board
-    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.core.prepared import Prepared
     from orc.runtime.observe.reporter import Reporter
 
 POLL_S = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from orc.runtime.parallel.base import Request
 
@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from orc.runtime.core.context import RunContext
+
+
+def is_engine(model: Any) -> bool:
+    """Return whether *model* is an engine of DeepSpeed, which has the model that the script wrote inside."""
+    library = sys.modules.get("deepspeed")  # where it is not loaded there are no engines
+    kind = getattr(library, "DeepSpeedEngine", None)
+    return kind is not None and isinstance(model, kind)
 
 
 class LibraryModels:
@@ -39,9 +46,7 @@ class LibraryModels:
 
     def unwrap(self, model: nn.Module) -> nn.Module | None:
         """The module inside an engine of DeepSpeed."""
-        library = sys.modules.get("deepspeed")  # where it is not loaded there are no engines
-        kind = getattr(library, "DeepSpeedEngine", None)
-        return model.module if kind is not None and isinstance(model, kind) else None
+        return cast("nn.Module", model.module) if is_engine(model) else None
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any] | None:
         """Not its business."""

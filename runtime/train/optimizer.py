@@ -39,7 +39,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # No super().__init__(): the wrapped optimizer owns groups, state and hooks.
         if gradient is None or engine is None:
-            from orc.runtime.core.context import Prepared, current_context
+            from orc.runtime.core.context import current_context
+            from orc.runtime.core.prepared import Prepared
             from orc.runtime.engine import engine_for
 
             ctx = current_context()
@@ -174,7 +175,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return {**own, "ctx": self._engine.ctx}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        from orc.runtime.core.context import Prepared
+        from orc.runtime.core.prepared import Prepared
         from orc.runtime.engine import engine_for
 
         ctx = state["ctx"]

@@ -15,6 +15,7 @@ from orc.runtime.parallel import Request, apply_all, batch_cut, chosen, extract_
 from orc.runtime.parallel.base import ChecksGradients
 from orc.runtime.parallel.compile import compile_model, compiles
 from orc.runtime.parallel.own_mesh import follow_mesh
+from orc.runtime.parallel.records import described
 from orc.runtime.parallel.replacements import follow, move
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 from orc.runtime.train.scheduler import AcceleratedScheduler
@@ -114,11 +115,11 @@ class Preparation:
             ValueError: it is spread over several devices by a device map, and there are several processes; or it has
                 no content (meta device) and nothing that shards it; or its weights are quantized and do not learn.
         """
-        for known in self.prepared.models:
-            if known is model:
+        for known in self.prepared.records:
+            if known.model is model:
                 return model
-            if extract_model_from_parallel(known, keep_torch_compile=False) is model:
-                return model if evaluation_mode else known
+            if known.bare is model:
+                return model if evaluation_mode else known.model
         spread = self.verify_device_map(model)
         from orc.runtime.weights.quantization.scheme import refuse_to_spread, refuse_to_train
 
@@ -146,11 +147,12 @@ class Preparation:
             model = move(model, ctx.device)
         model = self._in_precision(model, request)
         model = compile_model(apply_all(applied, model, ctx, request), self.dynamo)
+        record = described(model)
         for one in applied:
             if isinstance(one, ChecksGradients) and not evaluation_mode:
-                self._look_once(one, model)
+                self._look_once(one, record.bare)
         self.prepared.sharded = self.prepared.sharded or is_sharded(model)
-        self.prepared.models.append(model)
+        self.prepared.add_model(record)
         for optimizer in self.prepared.optimizers:  # it may have been prepared before
             follow(optimizer.optimizer)
         return model
@@ -161,7 +163,7 @@ class Preparation:
 
         def check(optimizer: AcceleratedOptimizer) -> None:
             model = kept()
-            if model is None or parallelizer.check_gradients(extract_model_from_parallel(model), self.ctx):
+            if model is None or parallelizer.check_gradients(model, self.ctx):
                 events.unsubscribe("before_step", check)
 
         events.subscribe("before_step", check)

@@ -24,7 +24,8 @@ from orc.runtime.collectives.board import BoardError, BoardTimeout, next_name, p
 
 if TYPE_CHECKING:
     from orc.runtime.collectives.board import Board
-    from orc.runtime.core.context import Prepared, RunContext
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.core.prepared import Prepared
 
 POLL_S = 1.0
 GRACE_S = 0.5  # ranks come one after the other

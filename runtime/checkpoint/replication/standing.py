@@ -17,7 +17,7 @@ from orc.runtime.data.position import training_loader
 from orc.runtime.observe.whereabouts import WAITING, main_place
 
 if TYPE_CHECKING:
-    from orc.runtime.core.context import Prepared
+    from orc.runtime.core.prepared import Prepared
 
 STANDS_S = 2.0  # a rank that stands for so long in an operation of all ranks waits there
 IDLE = 0.05  # of the time on a processor: whoever uses more computes

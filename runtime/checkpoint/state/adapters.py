@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.parallel import extract_model_from_parallel
+from orc.runtime.core.prepared import PreparedModel
 
 
-def adapter_names(model: nn.Module, names: Iterable[str]) -> dict[str, str] | None:
+def adapter_names(model: PreparedModel, names: Iterable[str]) -> dict[str, str] | None:
     """Return the weights of the active adapter of *model*: peft's names for them, each with its name among *names*.
 
     `None` of a model that is none of peft's.
@@ -21,7 +21,7 @@ def adapter_names(model: nn.Module, names: Iterable[str]) -> dict[str, str] | No
         CheckpointError: it is an adapter of which peft saves something else than its weights.
     """
     peft = sys.modules.get("peft")  # where it is not loaded there are no such models
-    bare = extract_model_from_parallel(model)
+    bare: Any = model.bare
     if peft is None or not isinstance(bare, peft.PeftModel):
         return None
     # peft chooses and renames entries, whatever they are: these stand for the weights, which may be shards.

@@ -6,36 +6,32 @@ Such a model brings its optimizer and the schedule that the engine made along; n
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from orc.runtime.core.prepared import Layout
+from orc.runtime.parallel.records import records_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from orc.runtime.checkpoint.format.manifest import Manifest
     from orc.runtime.checkpoint.storage.durable import Hashing
-    from orc.runtime.core.context import Prepared
-
-
-def lays_out_itself(model: Any) -> bool:
-    """Return whether *model* is one whose engine lays out its own part of a checkpoint."""
-    library = sys.modules.get("deepspeed")  # where it is not loaded there are no engines
-    kind = getattr(library, "DeepSpeedEngine", None)
-    return kind is not None and isinstance(model, kind)
+    from orc.runtime.core.prepared import Prepared
 
 
 def without_engines(prepared: Prepared) -> Prepared:
     """Return *prepared* without such models and what they bring along; the same object where there is none."""
-    if not any(map(lays_out_itself, prepared.models)):
+    records = records_of(prepared)
+    if all(one.layout is not Layout.OF_ENGINE for one in records):
         return prepared
     from orc.runtime.engine.deepspeed.wrappers import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 
     return dataclasses.replace(
         prepared,
-        models=[one for one in prepared.models if not lays_out_itself(one)],
+        models=[one.model for one in records if one.layout is not Layout.OF_ENGINE],
         optimizers=[one for one in prepared.optimizers if not isinstance(one, DeepSpeedOptimizerWrapper)],
         schedulers=[one for one in prepared.schedulers if not isinstance(one, DeepSpeedSchedulerWrapper)],
     )
@@ -43,7 +39,7 @@ def without_engines(prepared: Prepared) -> Prepared:
 
 def trained_engines(prepared: Prepared) -> list[Any]:
     """Return the engines that train, in the order of *prepared*; one for inference has nothing to save."""
-    engines = [one for one in prepared.models if lays_out_itself(one)]
+    engines = [one.model for one in records_of(prepared) if one.layout is Layout.OF_ENGINE]
     if not engines:
         return []
     from orc.runtime.engine.deepspeed.wrappers import DeepSpeedOptimizerWrapper

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
@@ -23,13 +22,14 @@ from orc.runtime.checkpoint.state.fit import LIKE_PARAMETER
 from orc.runtime.checkpoint.state.shard_files import paths, plan_of, read_metadata, read_shards
 from orc.runtime.checkpoint.state.sharding import (
     bare_optimizer,
+    flattened,
     is_dtensor,
-    is_fsdp1,
     models_of,
     named_state,
     names_by_position,
     positioned_state,
 )
+from orc.runtime.core.prepared import Layout, PreparedModel
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 
@@ -39,61 +39,61 @@ class Sharded:
 
     name = SHARDED
 
-    def model_state(self, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
+    def model_state(self, model: PreparedModel, *, keep: bool = True) -> dict[str, Any]:
         """Return this rank's part of the weights, as DTensors; it is always kept."""
-        return dict(get_model_state_dict(model))
+        return dict(get_model_state_dict(model.model))
 
-    def optimizer_state(self, optimizer: Any, models: Sequence[nn.Module], *, keep: bool = True) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any, models: Sequence[PreparedModel], *, keep: bool = True) -> dict[str, Any]:
         """Return this rank's part, by names of parameters."""
         stepped = models_of(optimizer, models)
-        if any(map(is_fsdp1, stepped)):
+        if flattened(stepped):
             return dict(fsdp1.optimizer_state(bare_optimizer(optimizer), stepped))
         state = named_state(optimizer, stepped)
         return {**state, "param_groups": plain(state["param_groups"])}
 
-    def model_problem(self, source: Path, model: nn.Module, *, strict: bool = True) -> str | None:
+    def model_problem(self, source: Path, model: PreparedModel, *, strict: bool = True) -> str | None:
         """Return which names or sizes in *source* differ from those of *model*."""
         return model_problem(source, model, strict=strict)
 
-    def load_model(self, source: Path, model: nn.Module, *, strict: bool = True) -> None:
+    def load_model(self, source: Path, model: PreparedModel, *, strict: bool = True) -> None:
         """Read this rank's part of the weights in place."""
         load_model(source, model, strict=strict)
 
-    def optimizer_problem(self, source: Path, optimizer: Any, models: Sequence[nn.Module]) -> str | None:
+    def optimizer_problem(self, source: Path, optimizer: Any, models: Sequence[PreparedModel]) -> str | None:
         """Return which parameters, groups or sizes in *source* differ from those of *optimizer*."""
         return optimizer_problem(source, optimizer, models)
 
-    def load_optimizer(self, source: Path, optimizer: Any, models: Sequence[nn.Module]) -> None:
+    def load_optimizer(self, source: Path, optimizer: Any, models: Sequence[PreparedModel]) -> None:
         """Read this rank's part, in place where the optimizer has such state already."""
         load_optimizer(source, optimizer, models)
 
 
-def model_problem(folder: Path, model: nn.Module, *, strict: bool = True) -> str | None:
+def model_problem(folder: Path, model: PreparedModel, *, strict: bool = True) -> str | None:
     """Return why *model* would not take the shards in *folder*: names or sizes that differ."""
-    if is_fsdp1(model):
+    if model.layout is Layout.FLATTENED:
         return None  # its state costs a collective; names and sizes are compared before anything is read
-    return difference(sizes_of(get_model_state_dict(model)), _saved_sizes(read_metadata(folder)), strict)
+    return difference(sizes_of(get_model_state_dict(model.model)), _saved_sizes(read_metadata(folder)), strict)
 
 
-def load_model(folder: Path, model: nn.Module, *, strict: bool = True) -> None:
+def load_model(folder: Path, model: PreparedModel, *, strict: bool = True) -> None:
     """Read the shards in *folder* into *model*.
 
     Raises:
         CheckpointError: they cannot be read, or do not fit.
     """
     metadata = read_metadata(folder)
-    state = get_model_state_dict(model)
+    state = get_model_state_dict(model.model)
     try:
         planner, plan = plan_of({_MODEL: state}, metadata, partial=not strict)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{folder} does not fit the prepared model: {error}") from error
     read_shards(folder, metadata, planner, plan)
-    plainly = all(isinstance(value, torch.Tensor) for value in state.values()) and not fit.decides_itself(model)
-    if is_fsdp1(model) or not plainly:  # else all of it is in place already
-        set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
+    plainly = all(isinstance(value, torch.Tensor) for value in state.values()) and not fit.decides_itself(model.bare)
+    if model.layout is Layout.FLATTENED or not plainly:  # else all of it is in place already
+        set_model_state_dict(model.model, state, options=StateDictOptions(strict=strict))
 
 
-def load_part(folder: Path, model: nn.Module, state: Mapping[str, Any], only: Mapping[str, str]) -> None:
+def load_part(folder: Path, model: PreparedModel, state: Mapping[str, Any], only: Mapping[str, str]) -> None:
     """Read the shards in *folder* into some weights of *model*.
 
     Args:
@@ -110,15 +110,15 @@ def load_part(folder: Path, model: nn.Module, state: Mapping[str, Any], only: Ma
     if lines := difference(sizes_of(part), _saved_sizes(metadata)):
         raise CheckpointError(f"{folder} does not fit the prepared model: {lines}")
     read_shards(folder, metadata, *plan_of({_MODEL: part}, metadata))
-    if is_fsdp1(model):
+    if model.layout is Layout.FLATTENED:
         loaded = {**state, **{own: part[name] for name, own in only.items()}}
-        set_model_state_dict(model, loaded)
+        set_model_state_dict(model.model, loaded)
 
 
-def optimizer_problem(folder: Path, optimizer: Any, models: Sequence[nn.Module]) -> str | None:
+def optimizer_problem(folder: Path, optimizer: Any, models: Sequence[PreparedModel]) -> str | None:
     """Return why *optimizer* would not take the shards in *folder*."""
     stepped = models_of(optimizer, models)
-    if any(map(is_fsdp1, stepped)):
+    if flattened(stepped):
         return None
     metadata = read_metadata(folder)
     bare = bare_optimizer(optimizer)
@@ -141,7 +141,7 @@ def optimizer_problem(folder: Path, optimizer: Any, models: Sequence[nn.Module])
     return None
 
 
-def load_optimizer(folder: Path, optimizer: Any, models: Sequence[nn.Module]) -> None:
+def load_optimizer(folder: Path, optimizer: Any, models: Sequence[PreparedModel]) -> None:
     """Read the shards in *folder* into *optimizer*.
 
     Raises:
@@ -150,7 +150,7 @@ def load_optimizer(folder: Path, optimizer: Any, models: Sequence[nn.Module]) ->
     stepped = models_of(optimizer, models)
     bare = bare_optimizer(optimizer)
     metadata = read_metadata(folder)
-    if any(map(is_fsdp1, stepped)):
+    if flattened(stepped):
         fsdp1.load_optimizer(folder, metadata, bare, stepped)
         return
     names = names_by_position(bare, stepped)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.parallel import extract_model_from_parallel
 
 # State of torch's optimizers that has the shape of its parameter, or of one that broadcasts to it.
 LIKE_PARAMETER = frozenset(
@@ -83,8 +82,6 @@ def load_tentatively(undo: ExitStack, name: str, target: Any, load: Callable[[],
 
 
 def _bare(target: Any) -> Any:
-    if isinstance(target, nn.Module):
-        return extract_model_from_parallel(target, keep_torch_compile=False)
     return getattr(target, "optimizer", target) if isinstance(target, torch.optim.Optimizer) else target
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.core.prepared import PreparedModel
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], full: bool = False) -> Any:
+def optimizer_state(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel], full: bool = False) -> Any:
     """Return the state of *optimizer* by names, sharded, or whole on rank 0's CPU with *full*; on every rank."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -28,16 +28,18 @@ def optimizer_state(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
     return state
 
 
-def whole(models: Sequence[nn.Module]) -> Any:
+def whole(models: Sequence[PreparedModel]) -> Any:
     """Return torch's options for the whole state of *models*: on rank 0's CPU alone, where they are not on the CPU."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     # torch's way to the CPU fails for what is there already.
-    elsewhere = any(parameter.device.type != "cpu" for model in models for parameter in model.parameters())
+    elsewhere = any(parameter.device.type != "cpu" for model in models for parameter in model.model.parameters())
     return StateDictOptions(full_state_dict=True, cpu_offload=elsewhere)
 
 
-def load_optimizer(folder: Path, metadata: Any, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+def load_optimizer(
+    folder: Path, metadata: Any, optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]
+) -> None:
     """Read the shards in *folder* into *optimizer*, on every rank.
 
     Raises:
@@ -60,7 +62,9 @@ def load_optimizer(folder: Path, metadata: Any, optimizer: torch.optim.Optimizer
     load_named(optimizer, models, state)
 
 
-def load_named(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Any, full: bool = False) -> None:
+def load_named(
+    optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel], state: Any, full: bool = False
+) -> None:
     """Load *state*, which goes by names, on every rank: each has its shards of it, or all of it with *full*."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
@@ -74,13 +78,13 @@ def load_named(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], st
         set_optimizer_state_dict(_one(models), optimizer, state, options=options)
 
 
-def _one(models: Sequence[nn.Module]) -> nn.Module:
+def _one(models: Sequence[PreparedModel]) -> torch.nn.Module:
     if len(models) != 1:
         raise CheckpointError(
             f"an optimizer steps parameters of {len(models)} models: with FSDP version 1 each model needs its own "
             "optimizer; version 2 has no such limit"
         )
-    return models[0]
+    return models[0].model
 
 
 @contextmanager
@@ -113,7 +117,7 @@ def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def numbered(named: Any, models: Sequence[nn.Module], keep: bool) -> dict[str, Any]:
+def numbered(named: Any, models: Sequence[PreparedModel], keep: bool) -> dict[str, Any]:
     """Return the whole state *named* by positions, as an optimizer over the same parameters without FSDP has it.
 
     Every rank calls it; without *keep* it is empty.
@@ -131,7 +135,7 @@ def numbered(named: Any, models: Sequence[nn.Module], keep: bool) -> dict[str, A
     return {"state": state, "param_groups": groups}
 
 
-def load_numbered(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Any) -> None:
+def load_numbered(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel], state: Any) -> None:
     """Load the whole *state* by positions, which every rank has."""
     order = {name: place for place, name in enumerate(_order(models))}
     with _unheard(optimizer), _without_gradients(optimizer):
@@ -150,7 +154,7 @@ def load_numbered(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module],
     load_named(optimizer, models, {"state": by_name, "param_groups": groups}, full=True)
 
 
-def _order(models: Sequence[nn.Module]) -> list[str]:
+def _order(models: Sequence[PreparedModel]) -> list[str]:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     return list(get_model_state_dict(_one(models)))

@@ -7,22 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.state import fit
 from orc.runtime.checkpoint.state.base import FULL, strategy_of_optimizer
 from orc.runtime.checkpoint.state.sharding import (
     bare_optimizer,
+    flattened,
     gathers_state,
     is_dtensor,
-    is_fsdp1,
-    is_sharded,
     models_of,
     names_by_position,
 )
-from orc.runtime.parallel import extract_model_from_parallel
-from orc.runtime.parallel.parts import Parts, part_of_optimizer, parts_of, whole_model, whole_optimizer
+from orc.runtime.core.prepared import Layout, PreparedModel
+from orc.runtime.parallel.parts import Parts, part_of_optimizer, whole_model, whole_optimizer
 
 
 class Full:
@@ -30,25 +28,25 @@ class Full:
 
     name = FULL
 
-    def model_state(self, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
+    def model_state(self, model: PreparedModel, *, keep: bool = True) -> dict[str, Any]:
         """Return all weights under the names of the model that the script wrote; of a sharded model on the CPU.
 
         Empty on ranks that are not to *keep* those of a sharded model, which take part in gathering them.
         """
-        if (parts := parts_of(model)) is not None:
-            return whole_model(parts, _bare(model).state_dict(), keep=keep)
-        if not is_sharded(model):
-            return dict(extract_model_from_parallel(model, keep_torch_compile=False).state_dict())
+        if model.layout is Layout.STAGED:
+            return whole_model(model.parts, model.bare.state_dict(), keep=keep)
+        if not model.spread:
+            return dict(model.bare.state_dict())
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        if is_fsdp1(model):
+        if model.layout is Layout.FLATTENED:
             from orc.runtime.checkpoint.state import fsdp1
 
-            state = get_model_state_dict(model, options=fsdp1.whole([model]))
+            state = get_model_state_dict(model.model, options=fsdp1.whole([model]))
             return dict(state) if keep else {}
-        return dict(gathered(get_model_state_dict(model), keep))
+        return dict(gathered(get_model_state_dict(model.model), keep))
 
-    def optimizer_state(self, optimizer: Any, models: Sequence[nn.Module], *, keep: bool = True) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any, models: Sequence[PreparedModel], *, keep: bool = True) -> dict[str, Any]:
         """Return the state by positions of parameters, as the optimizer's ``state_dict`` does."""
         stepped = models_of(optimizer, models)
         if (found := _parts(stepped)) is not None:
@@ -58,20 +56,22 @@ class Full:
         if strategy_of_optimizer(optimizer, models) == FULL:
             return dict(optimizer.state_dict()) if keep or gathers_state(optimizer) else {}
         bare = bare_optimizer(optimizer)
-        if not any(map(is_fsdp1, stepped)):
+        if not flattened(stepped):
             return dict(gathered(bare.state_dict(), keep))
         from orc.runtime.checkpoint.state import fsdp1
 
         named = fsdp1.optimizer_state(bare, stepped, full=True)
         return fsdp1.numbered(named, stepped, keep)
 
-    def model_problem(self, source: Mapping[str, Any], model: nn.Module, *, strict: bool = True) -> str | None:
+    def model_problem(self, source: Mapping[str, Any], model: PreparedModel, *, strict: bool = True) -> str | None:
         """Return which names or sizes of *source* differ; under FSDP 1 loading alone shows it, on all ranks."""
-        if (parts := parts_of(model)) is not None:
-            source = _own(parts, model, source)
-        return None if is_fsdp1(model) else fit.problem(model, source, strict=strict)
+        if model.layout is Layout.STAGED:
+            source = _own(model, source)
+        return None if model.layout is Layout.FLATTENED else fit.problem(model.bare, source, strict=strict)
 
-    def optimizer_problem(self, source: Mapping[str, Any], optimizer: Any, models: Sequence[nn.Module]) -> str | None:
+    def optimizer_problem(
+        self, source: Mapping[str, Any], optimizer: Any, models: Sequence[PreparedModel]
+    ) -> str | None:
         """Return which groups or sizes of *source* differ from those of *optimizer*."""
         stepped = models_of(optimizer, models)
         if _parts(stepped) is not None:
@@ -80,12 +80,12 @@ class Full:
                 source = part_of_optimizer(bare, names_by_position(bare, stepped), source)
             except ValueError as error:
                 return str(error)
-        if not any(map(is_fsdp1, stepped)):
+        if not flattened(stepped):
             return fit.problem(optimizer, source)
         saved, here = len(source["param_groups"]), len(optimizer.param_groups)
         return None if saved == here else f"it has {saved} parameter groups, the optimizer here has {here}"
 
-    def load_model(self, source: Mapping[str, Any], model: nn.Module, *, strict: bool = True) -> None:
+    def load_model(self, source: Mapping[str, Any], model: PreparedModel, *, strict: bool = True) -> None:
         """Load the whole *source*, which every rank has, into a sharded *model*.
 
         Raises:
@@ -94,18 +94,18 @@ class Full:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, strict=strict)
-        if (parts := parts_of(model)) is not None:
-            model, source = _bare(model), _own(parts, model, source)
+        staged = model.layout is Layout.STAGED
+        target, source = (model.bare, _own(model, source)) if staged else (model.model, source)
         try:
-            set_model_state_dict(model, dict(source), options=options)
+            set_model_state_dict(target, dict(source), options=options)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"it does not fit the prepared model: {error}") from error
 
-    def load_optimizer(self, source: Mapping[str, Any], optimizer: Any, models: Sequence[nn.Module]) -> None:
+    def load_optimizer(self, source: Mapping[str, Any], optimizer: Any, models: Sequence[PreparedModel]) -> None:
         """Load the whole *source* by positions, which every rank has, into an *optimizer* of sharded parameters."""
         bare, stepped = bare_optimizer(optimizer), models_of(optimizer, models)
         try:
-            if any(map(is_fsdp1, stepped)):
+            if flattened(stepped):
                 from orc.runtime.checkpoint.state import fsdp1
 
                 fsdp1.load_numbered(bare, stepped, source)
@@ -117,18 +117,14 @@ class Full:
             raise CheckpointError(f"the state does not fit the prepared optimizer: {error}") from error
 
 
-def _bare(model: nn.Module) -> nn.Module:
-    return extract_model_from_parallel(model, keep_torch_compile=False)
-
-
-def _parts(models: Sequence[nn.Module]) -> Parts | None:
+def _parts(models: Sequence[PreparedModel]) -> Parts | None:
     """Return where the parameters of *models* lie, of which processes have different ones."""
-    return next((found for model in models if (found := parts_of(model)) is not None), None)
+    return next((model.parts for model in models if model.parts is not None), None)
 
 
-def _own(parts: Parts, model: nn.Module, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return *source* without what other processes have."""
-    own, others = _bare(model).state_dict().keys(), set(parts.names)
+def _own(model: PreparedModel, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *source* without what other processes have of *model*."""
+    own, others = model.bare.state_dict().keys(), set(model.parts.names)
     return {name: value for name, value in source.items() if name in own or name not in others}
 
 

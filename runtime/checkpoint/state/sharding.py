@@ -1,32 +1,24 @@
-"""Sharded models: how one is recognised, and the names that its parameters have whatever is wrapped around them."""
+"""Optimizers of prepared models: whose parameters they step, and the names that these have whatever is around them."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.parallel import extract_model_from_parallel
-from orc.runtime.parallel import is_sharded as has_shards
-from orc.runtime.parallel.parts import parts_of
+from orc.runtime.core.prepared import Layout, PreparedModel
 
 # What compiling, checkpointing of activations and FSDP 1 put between a module's name and its children's.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether each process holds a part of *model* alone: DTensor parameters, FSDP version 1, or stages."""
-    return has_shards(model) or is_fsdp1(model) or parts_of(model) is not None
-
-
-def gathers_state(one: object) -> bool:
-    """Return whether the ``state_dict`` of *one*, a model or optimizer, is gathered: all processes call it together."""
-    return bool(getattr(one, "gathers_state", False))
+def gathers_state(optimizer: object) -> bool:
+    """Return whether the ``state_dict`` of *optimizer* is gathered: all processes call it together."""
+    return bool(getattr(optimizer, "gathers_state", False))
 
 
 def is_dtensor(value: object) -> bool:
@@ -35,10 +27,9 @@ def is_dtensor(value: object) -> bool:
     return found is not None and isinstance(value, found)
 
 
-def is_fsdp1(model: nn.Module) -> bool:
-    """Return whether *model* or a part of it is wrapped by `torch.distributed.fsdp.FullyShardedDataParallel`."""
-    found = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    return found is not None and any(isinstance(module, found) for module in model.modules())
+def flattened(models: Sequence[PreparedModel]) -> bool:
+    """Return whether only torch itself can name the parameters of one of *models*."""
+    return any(model.layout is Layout.FLATTENED for model in models)
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -53,27 +44,26 @@ def has_sharded_parameters(optimizer: Any) -> bool:
     return any(is_dtensor(one) for group in groups for one in group["params"])
 
 
-def models_of(optimizer: Any, models: Sequence[nn.Module]) -> list[nn.Module]:
+def models_of(optimizer: Any, models: Sequence[PreparedModel]) -> list[PreparedModel]:
     """Return those of *models* whose parameters *optimizer* steps, in their order."""
     groups = getattr(bare_optimizer(optimizer), "param_groups", ())  # an optimizer of the script may have none
     stepped = {id(one) for group in groups for one in group["params"]}
-    return [model for model in models if any(id(one) in stepped for one in model.parameters())]
+    return [model for model in models if any(id(one) in stepped for one in model.model.parameters())]
 
 
-def parameter_names(models: Iterable[nn.Module]) -> dict[int, str]:
+def parameter_names(models: Sequence[PreparedModel]) -> dict[int, str]:
     """Return the name of each parameter by its ``id``, as in the model that the script wrote.
 
     With several models their number stands before the name. A parameter that several modules share has its first name.
     """
-    bare = [extract_model_from_parallel(model, keep_torch_compile=False) for model in models]
     names: dict[int, str] = {}
-    for number, model in enumerate(bare):
-        for name, parameter in model.named_parameters():
-            names.setdefault(id(parameter), (f"{number}." if len(bare) > 1 else "") + _WRAPPERS.sub("", name))
+    for number, model in enumerate(models):
+        for name, parameter in model.bare.named_parameters():
+            names.setdefault(id(parameter), (f"{number}." if len(models) > 1 else "") + _WRAPPERS.sub("", name))
     return names
 
 
-def named_state(optimizer: Any, models: Sequence[nn.Module]) -> dict[str, Any]:
+def named_state(optimizer: Any, models: Sequence[PreparedModel]) -> dict[str, Any]:
     """Return the state of *optimizer* by names of parameters instead of their positions.
 
     Raises:
@@ -90,7 +80,7 @@ def named_state(optimizer: Any, models: Sequence[nn.Module]) -> dict[str, Any]:
     }
 
 
-def positioned_state(optimizer: Any, models: Sequence[nn.Module], named: dict[str, Any]) -> dict[str, Any]:
+def positioned_state(optimizer: Any, models: Sequence[PreparedModel], named: dict[str, Any]) -> dict[str, Any]:
     """Return what `named_state` has given as the optimizer's ``load_state_dict`` takes it.
 
     Raises:
@@ -114,7 +104,7 @@ def positioned_state(optimizer: Any, models: Sequence[nn.Module], named: dict[st
     return {"state": state, "param_groups": groups}
 
 
-def names_by_position(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> dict[int, str]:
+def names_by_position(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]) -> dict[int, str]:
     """Return the names of the parameters of *optimizer* by their positions in its ``state_dict``."""
     names = parameter_names(models)
     parameters = [one for group in optimizer.param_groups for one in group["params"]]

@@ -14,8 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from orc.runtime.core.config import PRECISIONS
-from orc.runtime.core.context import Prepared, RunContext
+from orc.runtime.core.context import RunContext
 from orc.runtime.core.events import Events
+from orc.runtime.core.prepared import Prepared
 from orc.runtime.engine.deepspeed import library, sequences
 from orc.runtime.engine.deepspeed.placeholders import DummyOptim, DummyScheduler
 from orc.runtime.engine.deepspeed.rules import Facts, check_combination, filled
@@ -28,6 +29,7 @@ from orc.runtime.engine.deepspeed.wrappers import (
 from orc.runtime.parallel import extract_model_from_parallel, refuse_compression, refuse_unserved
 from orc.runtime.parallel.compile import compiles
 from orc.runtime.parallel.precision.forward import cast_inputs
+from orc.runtime.parallel.records import described
 from orc.runtime.train.gone import refuse_gone
 from orc.runtime.train.normalize import Count, LossNormalizer
 from orc.runtime.weights.quantization.scheme import refuse_to_spread, refuse_to_train
@@ -123,7 +125,7 @@ class DeepSpeed:
         if compiles(preparation.dynamo):
             options = preparation.dynamo.to_kwargs()
             engine.compile(backend=options.pop("backend", "inductor"), compile_kwargs=options)
-        self.prepared.models.append(engine)
+        self.prepared.add_model(described(engine))
         result[models[0]] = engine
         if optimizer is None:
             return result

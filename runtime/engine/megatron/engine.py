@@ -13,14 +13,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from orc.runtime.core.context import Prepared, RunContext
+from orc.runtime.core.context import RunContext
 from orc.runtime.core.events import Events
+from orc.runtime.core.prepared import Prepared
 from orc.runtime.engine.megatron import library
 from orc.runtime.engine.megatron.arithmetic import global_batch_size, virtual_stages
 from orc.runtime.engine.megatron.placeholders import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from orc.runtime.engine.megatron.rules import check_accumulation, check_model, shape_of
 from orc.runtime.parallel import refuse_compression
 from orc.runtime.parallel.compile import compiles
+from orc.runtime.parallel.records import described
 from orc.runtime.train.normalize import Count, LossNormalizer
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ class MegatronLM:
             library.open_groups(self.ctx, self.plugin, self._pieces(objects[model_at]))
             random = library.Random(self.ctx, seed)
             model = result[model_at] = MegatronModel(objects[model_at], self.ctx, self.plugin, random)
-            self.prepared.models.append(model)
+            self.prepared.add_model(described(model))
             if optimizer_at is not None:
                 result[optimizer_at] = self._optimizer(given, rates, preparation)
         for index, one in enumerate(objects):

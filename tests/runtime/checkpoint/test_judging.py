@@ -8,6 +8,7 @@ from torch import nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.state.fit import decides_itself, load_tentatively, position_problem, problem
+from orc.runtime.parallel.records import described
 
 
 class OwnLoad(nn.Linear):
@@ -95,8 +96,8 @@ def test_wrappers_are_looked_through(make_run):
     own = run.accelerator.prepare(sgd(kind=OptimizerLoads))
     assert decides_itself(own)
     model = nn.Linear(2, 2)
-    assert problem(torch.compile(model), model.state_dict()) is None
-    assert problem(torch.compile(model), {}) == "missing: bias, weight"
+    assert problem(described(torch.compile(model)).bare, model.state_dict()) is None
+    assert problem(described(torch.compile(model)).bare, {}) == "missing: bias, weight"
 
 
 def test_a_schedule_is_no_wrapper_of_its_optimizer():

@@ -26,8 +26,9 @@ from orc.runtime.checkpoint.storage.durable import FileRecord, write_file
 from orc.runtime.checkpoint.storage.remote import Remote
 from orc.runtime.checkpoint.verified import Verified, verified, verify
 from orc.runtime.core.compute import TORCH, Compute
-from orc.runtime.core.context import Prepared
+from orc.runtime.core.prepared import Prepared
 from orc.runtime.data.plan import PositionError
+from orc.runtime.parallel.records import described
 
 PATIENCE = 3600.0
 
@@ -293,13 +294,13 @@ def test_a_model_is_read_from_the_kind_of_file_that_is_there(tmp_path):
 def test_models_that_do_not_fit_are_told_by_their_file(tmp_path):
     state = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2), "more": torch.zeros(1)}
     manifest = checkpoint(tmp_path / "c", **{"pytorch_model.bin": state, "pytorch_model_1.bin": state})
-    assert load._check_models(tmp_path / "c", manifest, [nn.Linear(2, 2)], {"strict": False}) is None
+    assert load._check_models(tmp_path / "c", manifest, [described(nn.Linear(2, 2))], {"strict": False}) is None
     for options in ({}, {"strict": True}):
-        assert said(lambda: load._check_models(tmp_path / "c", manifest, [nn.Linear(2, 2)], options)) == (  # noqa: B023
+        assert said(lambda: load._check_models(tmp_path / "c", manifest, [described(nn.Linear(2, 2))], options)) == (  # noqa: B023
             f"{tmp_path}/c/pytorch_model.bin does not fit the prepared model: unexpected: more. Nothing was loaded"
         )
     models = [nn.Linear(2, 2)] * 3
-    assert said(lambda: load._check_models(tmp_path / "c", manifest, models, {})).startswith(
+    assert said(lambda: load._check_models(tmp_path / "c", manifest, list(map(described, models)), {})).startswith(
         f"{tmp_path}/c holds no model_2.safetensors: more is prepared"
     )
 
@@ -311,10 +312,10 @@ def test_weights_in_safetensors_are_checked_and_loaded_with_those_that_are_share
     given, model = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     content = save_tensors({"a.weight": given.weight}, {"orc.aliases": json.dumps({"b.weight": "a.weight"})})
     manifest = checkpoint(tmp_path, **{"model.safetensors": content})
-    assert load._check_models(tmp_path, manifest, [tied(model)], {}) is None
-    load._load_model(tmp_path, manifest, 0, tied(model), None, {})
+    assert load._check_models(tmp_path, manifest, [described(tied(model))], {}) is None
+    load._load_model(tmp_path, manifest, 0, described(tied(model)), None, {})
     assert torch.equal(model.weight, given.weight)
-    assert said(lambda: load._check_models(tmp_path, manifest, [nn.ModuleDict({"a": model})], {})) == (
+    assert said(lambda: load._check_models(tmp_path, manifest, [described(nn.ModuleDict({"a": model}))], {})) == (
         f"{tmp_path}/model.safetensors does not fit the prepared model: unexpected: b.weight. Nothing was loaded"
     )
 
@@ -322,13 +323,13 @@ def test_weights_in_safetensors_are_checked_and_loaded_with_those_that_are_share
 def test_weights_go_into_the_model_that_was_compiled(tmp_path):
     given, model = nn.Linear(2, 2), nn.Linear(2, 2)
     manifest = checkpoint(tmp_path, **{"model.safetensors": save_tensors(given.state_dict())})
-    load._load_model(tmp_path, manifest, 0, torch.compile(model), None, {})
+    load._load_model(tmp_path, manifest, 0, described(torch.compile(model)), None, {})
     assert torch.equal(model.weight, given.weight)
 
 
 def test_weights_that_a_model_refuses_at_last_are_told_by_their_file(tmp_path):
     manifest = checkpoint(tmp_path, **{"model.safetensors": save_tensors({"weight": torch.zeros(2, 2)})})
-    text = said(lambda: load._load_model(tmp_path, manifest, 0, nn.Linear(2, 2), None, {}))
+    text = said(lambda: load._load_model(tmp_path, manifest, 0, described(nn.Linear(2, 2)), None, {}))
     assert text.startswith(f"{tmp_path}/model.safetensors does not fit the prepared model: Error(s) in loading")
     assert 'Missing key(s) in state_dict: "bias"' in text
 

@@ -31,7 +31,7 @@ from orc.runtime.checkpoint.storage.durable import FileRecord
 from orc.runtime.checkpoint.storage.remote import Remote, RemoteRoot
 from orc.runtime.checkpoint.storage.remote import read_manifest as read_remote
 from orc.runtime.core.compute import TORCH, Compute
-from orc.runtime.core.context import Prepared
+from orc.runtime.core.prepared import Prepared
 
 ALONE = Sites(0, (0,))
 

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from orc.runtime.core.context import Prepared, current_context
-from orc.runtime.engine import native
+from orc.runtime.core.context import current_context
+from orc.runtime.core.prepared import Prepared
 from orc.runtime.engine.native import NativeEngine
 from orc.runtime.engine.xla import XlaEngine
 from orc.runtime.launch.xla import Xla
+from orc.runtime.parallel import records
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 
 
@@ -50,12 +51,14 @@ def optimizer_of(*rows):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("context", ["no_sync", "sync_in_backward"])
-def test_the_first_parallelizer_that_knows_the_model_gives_the_context(monkeypatch, context, compiled):
+def test_the_parallelizer_that_synchronizes_a_model_is_looked_for_when_it_is_prepared(monkeypatch, context, compiled):
     model = torch.nn.Linear(1, 1)
     asked, answer = [], contextlib.nullcontext()
 
     def parallelizer(result):
-        return SimpleNamespace(**{context: lambda one: asked.append(one) or result})
+        return SimpleNamespace(
+            **dict.fromkeys(("no_sync", "sync_in_backward"), lambda one: asked.append(one) or result)
+        )
 
     shown = torch.nn.Module()
     if compiled:
@@ -63,11 +66,15 @@ def test_the_first_parallelizer_that_knows_the_model_gives_the_context(monkeypat
     else:
         shown = model
     engine = NativeEngine(current_context())
-    monkeypatch.setattr(native, "parallelizers", lambda: [parallelizer(None), parallelizer(answer), parallelizer(None)])
+    monkeypatch.setattr(
+        records, "parallelizers", lambda: [parallelizer(None), parallelizer(answer), parallelizer(None)]
+    )
+    engine.prepared.add_model(records.described(shown))
+    assert asked == [model, model], "the first that knows it"
+    monkeypatch.setattr(records, "parallelizers", lambda: [parallelizer(None)])
     assert getattr(engine, context)(shown) is answer
-    assert asked == [model, model]
-    monkeypatch.setattr(native, "parallelizers", lambda: [parallelizer(None)])
-    with getattr(engine, context)(shown) as nothing:
+    assert asked == [model, model, model]
+    with getattr(engine, context)(torch.nn.Linear(1, 1)) as nothing:  # of no prepared model
         assert nothing is None
 
 

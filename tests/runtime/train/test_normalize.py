@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from orc.runtime.core.context import Prepared
+from orc.runtime.core.prepared import Prepared
 from orc.runtime.engine.native import NativeEngine
 from orc.runtime.train import normalize
 from orc.runtime.train.normalize import LossNormalizer

@@ -13,6 +13,7 @@ from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.merge import merge_fsdp_weights, read_model
 from orc.runtime.checkpoint.state import strategy_named
 from orc.runtime.checkpoint.state.shard_files import read_metadata
+from orc.runtime.parallel.records import described
 
 
 def exchange(root):
@@ -75,4 +76,4 @@ def test_a_file_that_is_no_metadata_is_said_to_be_none(tmp_path):
         read_metadata(tmp_path)
     with pytest.raises(CheckpointError, match="holds no sharded state"):
         read_metadata(tmp_path / "none")
-    assert strategy_named("full").model_state(torch.nn.Linear(1, 1)).keys() == {"weight", "bias"}
+    assert strategy_named("full").model_state(described(torch.nn.Linear(1, 1))).keys() == {"weight", "bias"}

@@ -1,0 +1,55 @@
+"""Records of models: what the parts of the runtime want to know of a model, looked up once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from orc.runtime.core.prepared import Layout, Prepared, PreparedModel
+from orc.runtime.parallel import extract_model_from_parallel, is_sharded, parallelizers
+
+if TYPE_CHECKING:
+    from orc.runtime.parallel.parts import Parts
+
+
+def described(model: nn.Module) -> PreparedModel:
+    """Return the record of *model* as it is now: when it has been prepared, or of one that never is."""
+    from orc.runtime.parallel.parts import parts_of  # an Accelerator that prepares no model needs none
+
+    synchronized = model._modules.get("_orig_mod") or model
+    parts = parts_of(model)
+    return PreparedModel(
+        model=model,
+        bare=extract_model_from_parallel(model, keep_torch_compile=False),
+        synchronized=synchronized,
+        synchronizer=next((one for one in parallelizers() if one.no_sync(synchronized) is not None), None),
+        layout=_layout(model, parts),
+        parts=parts,
+    )
+
+
+def record_of(prepared: Prepared, model: nn.Module) -> PreparedModel:
+    """Return the record of *model*, made anew if it was not *prepared*."""
+    return prepared.record_of(model) or described(model)
+
+
+def records_of(prepared: Prepared, models: Iterable[nn.Module] | None = None) -> list[PreparedModel]:
+    """Return the records of *models*, by default of all that are *prepared*, in their order."""
+    return [record_of(prepared, model) for model in (prepared.models if models is None else models)]
+
+
+def _layout(model: nn.Module, parts: Parts | None) -> Layout:
+    from orc.runtime.parallel.deepspeed import is_engine
+    from orc.runtime.parallel.fsdp import is_instance
+
+    if is_engine(model):
+        return Layout.OF_ENGINE
+    if parts is not None:
+        return Layout.STAGED
+    if any(is_instance(module, "FullyShardedDataParallel") for module in model.modules()):
+        return Layout.FLATTENED
+    if is_sharded(model):
+        return Layout.SHARDED
+    return Layout.GATHERED if getattr(model, "gathers_state", False) else Layout.WHOLE
