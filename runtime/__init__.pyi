@@ -166,11 +166,11 @@ from orc.runtime.data.prepare import prepare_data_loader as prepare_data_loader
 from orc.runtime.data.prepare import skip_first_batches as skip_first_batches
 from orc.runtime.data.samplers import BatchSamplerShard as BatchSamplerShard
 from orc.runtime.data.samplers import SeedableRandomSampler as SeedableRandomSampler
+from orc.runtime.engine.deepspeed.active import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from orc.runtime.engine.deepspeed.config import HfDeepSpeedConfig as HfDeepSpeedConfig
 from orc.runtime.engine.deepspeed.placeholders import DummyOptim as DummyOptim
 from orc.runtime.engine.deepspeed.placeholders import DummyScheduler as DummyScheduler
 from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
-from orc.runtime.engine.deepspeed.plugins import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from orc.runtime.engine.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from orc.runtime.engine.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from orc.runtime.engine.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
@@ -199,7 +199,6 @@ from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin as F
 from orc.runtime.parallel.fsdp_plugin import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from orc.runtime.parallel.fsdp_plugin import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from orc.runtime.parallel.fsdp_plugin import fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy
-from orc.runtime.parallel.fsdp_plugin import fsdp2_prepare_model as fsdp2_prepare_model
 from orc.runtime.parallel.pipeline import prepare_pippy as prepare_pippy
 from orc.runtime.parallel.pipeline_config import PipelineParallelConfig as PipelineParallelConfig
 from orc.runtime.parallel.precision import is_bf16_available as is_bf16_available
@@ -234,6 +233,7 @@ from orc.runtime.train.memory import find_executable_batch_size as find_executab
 from orc.runtime.train.memory import release_memory as release_memory
 from orc.runtime.train.memory import should_reduce_batch_size as should_reduce_batch_size
 from orc.runtime.train.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from orc.runtime.train.prepare_fsdp2 import fsdp2_prepare_model as fsdp2_prepare_model
 from orc.runtime.train.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from orc.runtime.train.seeding import set_seed as set_seed
 from orc.runtime.train.seeding import synchronize_rng_state as synchronize_rng_state

@@ -30,7 +30,7 @@ from orc.runtime.parallel.compile import resolve_plugin
 from orc.runtime.parallel.precision import precision_for
 from orc.runtime.preemption.watching import Watching
 from orc.runtime.tracking.methods import Tracking
-from orc.runtime.train.accumulation import Accumulation, apply_plugin
+from orc.runtime.train.accumulation import Accumulation
 from orc.runtime.train.normalize import Count
 from orc.runtime.train.preparing import Preparation
 
@@ -134,6 +134,7 @@ class Accelerator(AcceleratorAttributes):
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
             more=older,
+            accelerator=Accelerator,
         )
         self.parallelism_config = options.parallelism
         megatron = megatron_of(
@@ -175,7 +176,7 @@ class Accelerator(AcceleratorAttributes):
         if not ctx.gradient.active:  # a loop that was left in the middle of a window is over
             ctx.gradient.sync_gradients = True
         if options.accumulation is not None:
-            apply_plugin(ctx.gradient, options.accumulation)
+            ctx.gradient.follow(options.accumulation)
         if ctx.library is not None:
             ctx.library.apply_accumulation(ctx.gradient)
         flattened = ctx.fsdp_plugin is not None and ctx.fsdp_plugin.fsdp_version == 1 and ctx.distributed

@@ -212,3 +212,14 @@ def test_yaml_is_read_by_one_reader_with_places_and_the_rules_of_yaml_1_2() -> N
     files = [path for room in ("launchers", "orchestrator", "runtime") for path in (ROOT / room).rglob("*.py")]
     readers = {str(path.relative_to(ROOT)) for path in files if list(yaml_readers(path))}
     assert readers == {"launchers/spec/source.py"}
+
+
+# A run's context makes itself when somebody first asks for it, and its topology is seen from it.
+ON_FIRST_USE = {"core.context", "core.topology", "launch.process_group", "testing"}
+
+
+def test_no_modules_of_the_runtime_import_each_other_in_a_circle_not_even_in_annotations() -> None:
+    graph = import_graph("runtime", statements=import_statements)
+    beyond = {name: reachable(graph, name) for name in graph}
+    circles = {frozenset(other for other in beyond[name] if name in beyond[other]) for name in graph}
+    assert circles == {frozenset(), frozenset(f"orc.runtime.{name}" for name in ON_FIRST_USE)}

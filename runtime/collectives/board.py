@@ -13,13 +13,10 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from orc.runtime.core.errors import OrcRuntimeError
-
-if TYPE_CHECKING:
-    from orc.runtime.core.context import RunContext
 
 ANSWER_S = 60.0  # how long rank 0's interpreter may be busy with something else
 _ATTENTIVE = 128  # ranks that may look as often as they like
@@ -33,7 +30,7 @@ def pace(world_size: int) -> float:
 _series: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # by process group, which has one board
 
 
-def series(context: RunContext) -> Counter[str]:
+def series(context: object) -> Counter[str]:
     """Return how many users of each name the board of *context* has had.
 
     Another run on the same board, as after `free_memory` or `testing.reset`, must not find what the one before has left
@@ -42,7 +39,7 @@ def series(context: RunContext) -> Counter[str]:
     return _series.setdefault(getattr(context, "group", None) or context, Counter())
 
 
-def next_name(context: RunContext, name: str) -> str:
+def next_name(context: object, name: str) -> str:
     """Return ``name/number`` with the next number of *name* on the board of *context*."""
     numbers = series(context)
     numbers[name] += 1

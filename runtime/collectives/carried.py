@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from orc.runtime.core.compute import TORCH
+from orc.runtime.core.compute import TORCH, Leaves
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
-
-Leaves: TypeAlias = list[Tensor]
-
-
-class Carrier(Protocol):
-    """Collectives between the processes, of tensors on the device; all processes call them with the same shapes."""
-
-    def gather(self, leaves: Leaves) -> Leaves:
-        """Each of *leaves* of all processes, joined along the first dimension."""
-        ...
-
-    def reduce(self, leaves: Leaves, reduction: str, scale: float) -> Leaves:
-        """The sum or mean over the processes of each of *leaves*, times *scale*."""
-        ...
-
-    def broadcast(self, leaves: Leaves, source: int) -> Leaves:
-        """*leaves*, filled in place with those of rank *source*."""
-        ...
 
 
 def carried(

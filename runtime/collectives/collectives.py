@@ -11,7 +11,7 @@ from torch import Tensor
 
 from orc.runtime.collectives import verify
 from orc.runtime.collectives.carried import carried
-from orc.runtime.collectives.exchange import SMALL_BYTES
+from orc.runtime.collectives.exchange import SMALL_BYTES, all_gather_flat
 from orc.runtime.collectives.packing import (
     Layout,
     Part,
@@ -93,13 +93,6 @@ def _in_band(key: Any, ctx: RunContext) -> Layout | None:
 
 def _gather(leaves: list[Tensor], ctx: RunContext) -> Any:
     return gather(leaves, ctx=ctx)
-
-
-def all_gather_flat(result: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
-    """*mine* of all processes, one behind the other, in *result*."""
-    # torch 2.13 renamed it and warns about the name that earlier releases have.
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    getattr(dist, name)(result, mine, group)
 
 
 def _gather_large(leaf: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:

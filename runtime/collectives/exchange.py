@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ def exchange(ctx: RunContext, what: str, mark: int, payload: Tensor | None = Non
         mark: the fingerprint of this process's operand; it determines the length of the payload.
         payload: uint8, on the context's control device; nothing, to agree about the operand alone.
     """
-    from orc.runtime.collectives.collectives import all_gather_flat
-
     group, device = ctx.require_group(what), ctx.control_device
     length = 0 if payload is None else payload.numel()
     capacity = _capacity.get(ctx, _LEAST)
@@ -62,3 +61,10 @@ def exchange(ctx: RunContext, what: str, mark: int, payload: Tensor | None = Non
                 _capacity[ctx] = max(_LEAST, capacity // 2)  # one large operand does not make all later ones large
             return rows[:, _HEAD : _HEAD + length]
         capacity = _capacity[ctx] = -(-length // 256) * 256
+
+
+def all_gather_flat(result: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
+    """*mine* of all processes, one behind the other, in *result*."""
+    # torch 2.13 renamed it and warns about the name that earlier releases have.
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(result, mine, group)

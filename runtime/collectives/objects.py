@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from orc.runtime.collectives.exchange import all_gather_flat
 from orc.runtime.collectives.signed import TAG, sign, tag_of, verified
 from orc.runtime.core.context import RunContext, current_context
 
@@ -38,8 +39,6 @@ def gather_object(object: Any, *, ctx: RunContext | None = None) -> Any:
 
 def all_gather_pickled(object: Any, ctx: RunContext, what: str = "gather_object") -> list[Any]:
     """The objects of all processes: one collective while none is larger than those of the last call, two otherwise."""
-    from orc.runtime.collectives.collectives import all_gather_flat
-
     group = ctx.require_group(what)
     pickled = pickle.dumps(object, protocol=pickle.HIGHEST_PROTOCOL)
     tag, length = tag_of(pickled, ctx.key), TAG + len(pickled)

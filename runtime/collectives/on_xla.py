@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from orc.runtime.collectives.carried import Leaves
-    from orc.runtime.launch.xla import Xla
+    from orc.runtime.core.compute import Leaves
+
+
+class Operations(Protocol):
+    """What torch_xla computes between processes, of tensors of the types and shapes that it takes."""
+
+    world_size: int
+
+    def all_gather(self, tensors: Leaves) -> Leaves:
+        """Return each of *tensors* of all processes, joined along the first dimension."""
+        ...
+
+    def all_reduce(self, tensors: Leaves, scale: float) -> Leaves:
+        """Return the sum over the processes of each of *tensors*, times *scale*."""
+        ...
+
+    def broadcast(self, tensors: Leaves, source: int) -> None:
+        """Fill *tensors* with those of rank *source*."""
+        ...
 
 
 class XlaCarrier:
     """The collectives of *xla*, for tensors of every dtype and shape."""
 
-    def __init__(self, xla: Xla) -> None:
+    def __init__(self, xla: Operations) -> None:
         self._xla = xla
 
     def gather(self, leaves: Leaves) -> Leaves:

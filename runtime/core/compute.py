@@ -6,14 +6,32 @@ one it is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from orc.runtime.core.enums import DistributedType
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
-    from orc.runtime.collectives.carried import Carrier
+
+Leaves: TypeAlias = "list[Tensor]"
+
+
+class Carrier(Protocol):
+    """Collectives between the processes, of tensors on the device; all processes call them with the same shapes."""
+
+    def gather(self, leaves: Leaves) -> Leaves:
+        """Each of *leaves* of all processes, joined along the first dimension."""
+        ...
+
+    def reduce(self, leaves: Leaves, reduction: str, scale: float) -> Leaves:
+        """The sum or mean over the processes of each of *leaves*, times *scale*."""
+        ...
+
+    def broadcast(self, leaves: Leaves, source: int) -> Leaves:
+        """*leaves*, filled in place with those of rank *source*."""
+        ...
 
 
 class Compute:

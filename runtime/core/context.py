@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from orc.runtime.collectives.board import Board
+    from orc.runtime.core.handlers import GradientAccumulationPlugin
     from orc.runtime.core.topology import Topology
     from orc.runtime.launch.environment import LaunchEnvironment
 
@@ -102,6 +103,14 @@ class GradientRecord:
             self._current, self._remainder = None, -1
         else:
             self._current, self._remainder = weakref.ref(loader), loader.remainder
+
+    def follow(self, plugin: GradientAccumulationPlugin) -> None:
+        """Put the settings of *plugin* in force; all Accelerators of the process share them."""
+        if plugin.num_steps is not None:
+            self.num_steps = plugin.num_steps
+        self.sync_with_dataloader = plugin.sync_with_dataloader
+        self.sync_each_batch = plugin.sync_each_batch
+        self.adjust_scheduler = plugin.adjust_scheduler
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of gradient accumulation, without the state of a loop."""
@@ -382,12 +391,12 @@ class RunContext:
         Raises:
             ContextError: the ranks cannot be laid out so.
         """
-        from orc.runtime.parallel.sharding import layout
+        from orc.runtime.core.topology import sharded
 
         if self.library is not None:
             raise ContextError(f"fsdp_plugin and {self.library.title} are two ways to train one model; choose one")
         if not self._settings.chosen:
-            self.set_topology(layout(self, plugin), by="fsdp_plugin")
+            self.set_topology(sharded(self, plugin.hybrid), by="fsdp_plugin")
         if half := PRECISIONS[self.config.mixed_precision]:
             plugin.set_mixed_precision(half)
         self._settings.fsdp_plugin = plugin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -103,16 +103,17 @@ def gather_options(
     dynamo_backend: str | None,
     dynamo_plugin: TorchDynamoPlugin | None,
     more: Mapping[str, Any],
+    accelerator: Callable[..., Any],
 ) -> Options:
     """Check all options and resolve those that can be given twice.
 
-    *more* holds spellings of older releases.
+    *more* holds spellings of older releases, beside the arguments that *accelerator* has now.
 
     Raises:
         TypeError: an unknown argument or a handler of the wrong type.
         ValueError: arguments that contradict each other.
     """
-    older = _older_arguments(more)
+    older = _older_arguments(more, accelerator)
     if "step_with_optimizer" in older:
         step_scheduler_with_optimizer = older.pop("step_with_optimizer")
     if split_batches is not None:
@@ -143,24 +144,22 @@ def gather_options(
     )
 
 
-def _older_arguments(more: Mapping[str, Any]) -> dict[str, Any]:
+def _older_arguments(more: Mapping[str, Any], accelerator: Callable[..., Any]) -> dict[str, Any]:
     older = {}
     for name, value in more.items():
         if name in _OLDER:
             warnings.warn(f"Accelerator({name}=...) is the older spelling of {_OLDER[name]}", FutureWarning, 4)
             older[name] = value
         else:
-            raise TypeError(f"Accelerator() has no argument {name!r}{_nearest(name)}")
+            raise TypeError(f"Accelerator() has no argument {name!r}{_nearest(name, accelerator)}")
     return older
 
 
-def _nearest(name: str) -> str:
+def _nearest(name: str, accelerator: Callable[..., Any]) -> str:
     import difflib
     import inspect
 
-    from orc.runtime.accelerator import Accelerator
-
-    known = inspect.signature(Accelerator).parameters
+    known = inspect.signature(accelerator).parameters
     near = difflib.get_close_matches(name, known, n=1)
     return f", did you mean {near[0]!r}?" if near else ""
 

@@ -72,6 +72,22 @@ class PreparedModel:
         return nullcontext() if block is None else block
 
 
+class PreparedOptimizer(Protocol):
+    """What an engine knows of a prepared optimizer.
+
+    Attributes:
+        optimizer: the one that the script made, or a library in its place.
+        steps: updates made.
+        skips: updates skipped.
+        skipped: whether the last one was, as the engine sees it without waiting for the device; setting it counts.
+    """
+
+    optimizer: torch.optim.Optimizer
+    steps: int
+    skips: int
+    skipped: bool
+
+
 @dataclass(repr=False, eq=False)
 class Prepared:
     """Everything an Accelerator has prepared or registered, in order; what a checkpoint covers."""

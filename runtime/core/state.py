@@ -12,7 +12,6 @@ from orc.runtime.core.context import PreparedLoader, RunContext, current_context
 from orc.runtime.core.errors import ContextError
 from orc.runtime.core.handlers import GradientAccumulationPlugin
 from orc.runtime.core.process_control import ProcessControl
-from orc.runtime.train.accumulation import apply_plugin
 
 if TYPE_CHECKING:
     from typing import Self  # newer than the oldest Python of a rank
@@ -257,7 +256,7 @@ class GradientState(_View):
         """Show the run's state, with the settings of *gradient_accumulation_plugin* if it is given."""
         object.__setattr__(self, "ctx", current_context())
         if gradient_accumulation_plugin is not None:
-            apply_plugin(self.ctx.gradient, gradient_accumulation_plugin)
+            self.ctx.gradient.follow(gradient_accumulation_plugin)
 
     @property
     def sync_gradients(self) -> bool:

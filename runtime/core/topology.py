@@ -362,3 +362,22 @@ def _of_mesh(mesh: DeviceMesh, ctx: RunContext, by: str) -> tuple[dict[str, int]
         )
     sizes = dict.fromkeys(DIMENSIONS, 1) | found
     return sizes, cells, dict(zip(known, names or range(len(known)), strict=True))
+
+
+def sharded(ctx: RunContext, hybrid: bool) -> dict[str, int]:
+    """Return the sizes of the dimensions that sharding requires where nothing else has laid out the ranks.
+
+    All ranks hold shards; *hybrid* those of one machine do, and the machines are replicas.
+
+    Raises:
+        ContextError: hybrid, and the machines have different numbers of ranks.
+    """
+    if not hybrid:
+        return {"dp_shard": ctx.world_size}
+    replicas, rest = divmod(ctx.world_size, ctx.local_world_size)
+    if rest:
+        raise ContextError(
+            f"a hybrid sharding strategy needs equally many ranks on every machine: {ctx.world_size} ranks are no "
+            f"multiple of the {ctx.local_world_size} on this one"
+        )
+    return {"dp_replicate": replicas, "dp_shard": ctx.local_world_size}

@@ -126,7 +126,7 @@ class DataLoaderAdapter:
     @property
     def use_stateful_dataloader(self) -> bool:
         """`True` if this is a torchdata `StatefulDataLoader` as well."""
-        from orc.runtime.data.stateful import Backed
+        from orc.runtime.data.backed import Backed
 
         return isinstance(self, Backed)
 

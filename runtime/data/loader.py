@@ -31,7 +31,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
         rng_types: generators to align over the ranks at the start of each pass (``torch``, ``cuda``, ``generator``).
         synchronized_generator: what ``generator`` in *rng_types* means.
         skip_batches: batches to leave out at the start of each pass.
-        use_stateful_dataloader: be a torchdata `StatefulDataLoader` as well, see `orc.runtime.data.stateful`.
+        use_stateful_dataloader: be a torchdata `StatefulDataLoader` as well, see `orc.runtime.data.backed`.
         non_blocking: copy batches to the device without waiting for the copy.
         context: the run; the current one unless given.
         world_size: the number of ranks that share the data; all of the run unless given.
@@ -42,7 +42,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
     def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Self:
         """An instance of the subclass that torchdata backs, where that is requested."""
         if use_stateful_dataloader:
-            from orc.runtime.data.stateful import Backed, backed
+            from orc.runtime.data.backed import Backed, backed
 
             if not issubclass(cls, Backed):
                 return cast("Self", super().__new__(backed(cast(Any, cls))))

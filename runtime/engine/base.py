@@ -12,10 +12,42 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.events import Events
-    from orc.runtime.core.prepared import Prepared
+    from orc.runtime.core.handlers import TorchDynamoPlugin
+    from orc.runtime.core.options import Options
+    from orc.runtime.core.prepared import Prepared, PreparedOptimizer
     from orc.runtime.train.normalize import Count, LossNormalizer
-    from orc.runtime.train.optimizer import AcceleratedOptimizer
-    from orc.runtime.train.preparing import Preparation
+
+
+class Preparing(Protocol):
+    """What prepares single objects of torch's classes, for an engine that prepares those of one call together.
+
+    Attributes:
+        options: of the Accelerator.
+        dynamo: how models are compiled, resolved.
+    """
+
+    options: Options
+    dynamo: TorchDynamoPlugin
+
+    def one_by_one(self, objects: Sequence[Any], placement: Sequence[bool | None]) -> list[Any]:
+        """Prepare each of *objects* by itself; the result is in their order."""
+        ...
+
+    def converted(self, model: nn.Module) -> nn.Module:
+        """Return *model* with the layers of the precision, for an engine that prepares it by itself."""
+        ...
+
+    def prepare_optimizer(self, optimizer: Any) -> Any:
+        """Return a wrapper of *optimizer* that steps with the gradients' synchronisation."""
+        ...
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return a wrapper of *scheduler* that follows its optimizer."""
+        ...
+
+    def prepare_data_loader(self, data_loader: Any) -> Any:
+        """Return the loader of this process's share of *data_loader*."""
+        ...
 
 
 class Engine(Protocol):
@@ -43,7 +75,7 @@ class Engine(Protocol):
         ...
 
     def prepare(
-        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparation
+        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparing
     ) -> Sequence[Any]:
         """Prepare all *objects* of one call of `Accelerator.prepare`, in any order; returns them in the same order.
 
@@ -57,14 +89,14 @@ class Engine(Protocol):
         """Compute gradients of *loss*: divided by the accumulation count or normalized, scaled where that is needed."""
         ...
 
-    def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters of ``optimizer.optimizer``; called at the end of each accumulation window.
 
         It counts the update in ``optimizer.steps`` unless it was skipped, and says so in ``optimizer.skipped``.
         """
         ...
 
-    def zero_grad(self, optimizer: AcceleratedOptimizer, set_to_none: bool = True) -> None:
+    def zero_grad(self, optimizer: PreparedOptimizer, set_to_none: bool = True) -> None:
         """Clear the gradients of ``optimizer.optimizer``; called at the end of each accumulation window."""
         ...
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.events import Events
-from orc.runtime.core.prepared import Prepared
+from orc.runtime.core.prepared import Prepared, PreparedOptimizer
 from orc.runtime.engine.norms import clip_norm, total_norm
 from orc.runtime.engine.whole import whole
 from orc.runtime.parallel.records import record_of
@@ -20,8 +20,7 @@ from orc.runtime.train.normalize import Count, LossNormalizer
 
 if TYPE_CHECKING:
     from orc.runtime.core.options import Options
-    from orc.runtime.train.optimizer import AcceleratedOptimizer
-    from orc.runtime.train.preparing import Preparation
+    from orc.runtime.engine.base import Preparing
 
 
 class NativeEngine:
@@ -51,7 +50,7 @@ class NativeEngine:
     # preparing
 
     def prepare(
-        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparation
+        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparing
     ) -> Sequence[Any]:
         """Prepare all *objects*: models first, then the optimizers that train them, then what follows these."""
         return preparation.one_by_one(objects, placement)
@@ -149,7 +148,7 @@ class NativeEngine:
 
     # stepping
 
-    def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step ``optimizer.optimizer``; with a scaler unless its gradients overflowed."""
         bare = optimizer.optimizer
         if not optimizer.steps and self.prepared.sharded:
@@ -171,7 +170,7 @@ class NativeEngine:
         optimizer.steps += self._applied
         return result
 
-    def zero_grad(self, optimizer: AcceleratedOptimizer, set_to_none: bool = True) -> None:
+    def zero_grad(self, optimizer: PreparedOptimizer, set_to_none: bool = True) -> None:
         """Clear the gradients of ``optimizer.optimizer``."""
         optimizer.optimizer.zero_grad(set_to_none)
 

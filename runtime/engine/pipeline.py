@@ -16,7 +16,7 @@ from orc.runtime.parallel.records import record_of
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 
 if TYPE_CHECKING:
-    from orc.runtime.train.preparing import Preparation
+    from orc.runtime.engine.base import Preparing
 
 
 class PipelineEngine(NativeEngine):
@@ -25,7 +25,7 @@ class PipelineEngine(NativeEngine):
     name = "pipeline"
 
     def prepare(
-        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparation
+        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparing
     ) -> Sequence[Any]:
         """Prepare all *objects*.
 

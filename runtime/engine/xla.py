@@ -9,7 +9,7 @@ from torch import Tensor
 
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import ContextError
-from orc.runtime.core.prepared import Prepared
+from orc.runtime.core.prepared import Prepared, PreparedOptimizer
 from orc.runtime.engine.native import NativeEngine
 from orc.runtime.launch.xla import Xla
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from orc.runtime.core.options import Options
-    from orc.runtime.train.optimizer import AcceleratedOptimizer
 
 
 class XlaEngine(NativeEngine):
@@ -39,14 +38,14 @@ class XlaEngine(NativeEngine):
             optimizers = [one.optimizer for one in self.prepared.optimizers]
             self._xla.reduce_gradients([one for one in optimizers if ids & _parameters(one)])
 
-    def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients and step; a prepared loader runs what was traced when it goes on."""
         if self._scaler is not None:
             return super().step(optimizer, closure)
         optimizer.steps += 1
         return self._xla.step(optimizer.optimizer, closure, barrier=not self._gradient.active)
 
-    def zero_grad(self, optimizer: AcceleratedOptimizer, set_to_none: bool = True) -> None:
+    def zero_grad(self, optimizer: PreparedOptimizer, set_to_none: bool = True) -> None:
         """Clear the gradients; the next ones are to be averaged."""
         super().zero_grad(optimizer, set_to_none)
         self._xla.forget(optimizer.optimizer)

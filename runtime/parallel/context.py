@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.base import Request
-from orc.runtime.parallel.pieces import Piece, check_model, watch_model
+from orc.runtime.parallel.models_in_pieces import check_model, watch_model
+from orc.runtime.parallel.pieces import Piece
 from orc.runtime.parallel.ring import missing, ring
 
 if TYPE_CHECKING:

@@ -32,7 +32,6 @@ from orc.runtime.parallel.wrap_policy import class_policy, known_classes, size_p
 if TYPE_CHECKING:
     from torch import nn
 
-    from orc.runtime.accelerator import Accelerator
 
 _DTYPES = {
     "fp16": torch.float16,
@@ -325,23 +324,6 @@ def fsdp2_prepare_auto_wrap_policy(
         return None
     chosen = {id(unit) for unit in units(model, fsdp2_plugin.auto_wrap_policy) if unit is not model}
     return lambda module: id(module) in chosen
-
-
-def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Return *model* sharded by FSDP 2, as `Accelerator.prepare` does it.
-
-    Args:
-        accelerator: the Accelerator, which was made with a plug-in of FSDP 2.
-        model: the model.
-
-    Raises:
-        ValueError: the Accelerator has no plug-in of FSDP 2.
-    """
-    if not accelerator.is_fsdp2:
-        raise ValueError(
-            "fsdp2_prepare_model: pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
-        )
-    return accelerator.prepare_model(model)
 
 
 def enable_fsdp_ram_efficient_loading() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from orc.runtime.collectives.board import BoardError
-from orc.runtime.collectives.collectives import all_gather_flat
+from orc.runtime.collectives.exchange import all_gather_flat
 from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import OrcRuntimeError

@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.base import Request
-from orc.runtime.parallel.pieces import Attend, Piece, check_model, repeated, watch_model
+from orc.runtime.parallel.models_in_pieces import check_model, watch_model
+from orc.runtime.parallel.pieces import Attend, Piece, repeated
 from orc.runtime.parallel.sequence_batches import SequenceCut, WholeSequences
 
 if TYPE_CHECKING:

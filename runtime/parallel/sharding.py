@@ -25,25 +25,6 @@ if TYPE_CHECKING:
     from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin
 
 
-def layout(ctx: RunContext, plugin: FullyShardedDataParallelPlugin) -> dict[str, int]:
-    """Return the sizes of the dimensions that *plugin* requires where nothing else has laid out the ranks.
-
-    All ranks hold shards; with a hybrid strategy those of one machine do, and the machines are replicas.
-
-    Raises:
-        ContextError: hybrid, and the machines have different numbers of ranks.
-    """
-    if not plugin.hybrid:
-        return {"dp_shard": ctx.world_size}
-    replicas, rest = divmod(ctx.world_size, ctx.local_world_size)
-    if rest:
-        raise ContextError(
-            f"a hybrid sharding strategy needs equally many ranks on every machine: {ctx.world_size} ranks are no "
-            f"multiple of the {ctx.local_world_size} on this one"
-        )
-    return {"dp_replicate": replicas, "dp_shard": ctx.local_world_size}
-
-
 def data_mesh(ctx: RunContext) -> DeviceMesh:
     """Return the mesh to shard over: the ranks that share out samples or tokens, after those of the replicas if any."""
     topology = ctx.topology

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from orc.runtime.stand_ins.finder import PACKAGE
+from orc.runtime.stand_ins.package import PACKAGE
 
 
 class Absent(type):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.metadata import Distribution
 
-from orc.runtime.stand_ins.finder import PACKAGE, VERSION
+from orc.runtime.stand_ins.package import PACKAGE, VERSION
 
 _METADATA = f"""Metadata-Version: 2.1
 Name: {PACKAGE}

@@ -12,8 +12,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-VERSION = "1.12.0"  # the release whose documentation the runtime follows
-PACKAGE = "accelerate"
+from orc.runtime.stand_ins.package import PACKAGE
+
 TRAINER = "transformers.trainer"  # which saves and resumes by itself: see `orc.runtime.stand_ins.trainer`
 
 

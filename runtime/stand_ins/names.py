@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 import orc.runtime
-from orc.runtime.stand_ins.finder import VERSION as VERSION
+from orc.runtime.stand_ins.package import VERSION as VERSION
 
 _EXTRAS = "orc.runtime.stand_ins.extras"
 

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from orc.runtime.core.context import GradientRecord
-    from orc.runtime.core.handlers import GradientAccumulationPlugin
     from orc.runtime.engine import Engine
 
 
@@ -68,12 +67,3 @@ class AccumulateBlock:
         if self._entered:
             for context in reversed(self._entered):
                 context.__exit__(*exc)
-
-
-def apply_plugin(gradient: GradientRecord, plugin: GradientAccumulationPlugin) -> None:
-    """Put the settings of *plugin* in force; all Accelerators of the process share them."""
-    if plugin.num_steps is not None:
-        gradient.num_steps = plugin.num_steps
-    gradient.sync_with_dataloader = plugin.sync_with_dataloader
-    gradient.sync_each_batch = plugin.sync_each_batch
-    gradient.adjust_scheduler = plugin.adjust_scheduler

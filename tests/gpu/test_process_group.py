@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from orc.runtime import Accelerator, FullyShardedDataParallelPlugin
-from orc.runtime.collectives.collectives import all_gather_flat
+from orc.runtime.collectives.exchange import all_gather_flat
 
 
 def test_a_mesh_opens_a_group_for_the_device_and_for_the_cpu(device):

@@ -14,6 +14,8 @@ RNG_STATE_NAME = "random_states"
 CUSTOM_NAME = "custom_checkpoint"
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 SHARD_METADATA = ".metadata"
+MARK_PREFIX = ".orc-shared-"  # of files by which machines find out that they share a directory
+MARK = re.compile(re.escape(MARK_PREFIX) + r"[0-9a-f]{16}-\d+")  # what a process that died while looking may leave
 # Folders of shards: of a model, of an optimizer; without a number DeepSpeed's, of both.
 SHARDS = re.compile(r"(?:pytorch_model|pytorch_model_fsdp|optimizer)_\d+|pytorch_model")
 WEIGHTS_NAME = "pytorch_model.bin"

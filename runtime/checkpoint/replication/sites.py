@@ -6,7 +6,6 @@ local disks. A checkpoint is written once per site, whole.
 
 from __future__ import annotations
 
-import re
 import secrets
 import socket
 from collections.abc import Sequence
@@ -15,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
-
-_MARK = ".orc-shared-"
-MARK = re.compile(re.escape(_MARK) + r"[0-9a-f]{16}-\d+")  # what a process that died while looking may leave
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class Survey:
     def _look(self, machines: Sites, directory: Path, what: str) -> Sites:
         # Each machine makes a file of a name that nobody has looked for: an answer from a cache is impossible.
         token = self._meeting.hold(what, None, lambda _: secrets.token_hex(8))
-        marks = {leader: directory / f"{_MARK}{token}-{leader}" for leader in machines.leaders}
+        marks = {leader: directory / f"{layout.MARK_PREFIX}{token}-{leader}" for leader in machines.leaders}
         if machines.leads:
             with suppress(OSError):
                 directory.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from orc.runtime.core.config import PRECISIONS
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.events import Events
-from orc.runtime.core.prepared import Prepared
+from orc.runtime.core.prepared import Prepared, PreparedOptimizer
 from orc.runtime.engine.deepspeed import library, sequences
 from orc.runtime.engine.deepspeed.placeholders import DummyOptim, DummyScheduler
 from orc.runtime.engine.deepspeed.rules import Facts, check_combination, filled
@@ -36,9 +36,8 @@ from orc.runtime.weights.quantization.scheme import refuse_to_spread, refuse_to_
 
 if TYPE_CHECKING:
     from orc.runtime.core.options import Options
+    from orc.runtime.engine.base import Preparing
     from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
-    from orc.runtime.train.optimizer import AcceleratedOptimizer
-    from orc.runtime.train.preparing import Preparation
 
 _LATER = (
     "with DeepSpeed, prepare the model in the same call as its optimizer: accelerator.prepare(model, optimizer, ...)"
@@ -75,7 +74,7 @@ class DeepSpeed:
     # ---- preparing
 
     def prepare(
-        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparation
+        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparing
     ) -> Sequence[Any]:
         """Prepare all *objects*: loaders as always, and one engine of the model, its optimizer and its schedule.
 
@@ -225,14 +224,14 @@ class DeepSpeed:
     def forget(self) -> None:
         """Do nothing: what is prepared is known by ``prepared`` alone."""
 
-    def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Count the update that `backward` made."""
         engine = self._training().engine
         optimizer.skipped = not engine.was_step_applied()
         optimizer.steps += not optimizer.skipped
         return None
 
-    def zero_grad(self, optimizer: AcceleratedOptimizer, set_to_none: bool = True) -> None:
+    def zero_grad(self, optimizer: PreparedOptimizer, set_to_none: bool = True) -> None:
         """Do nothing: the update has cleared the gradients."""
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -13,7 +13,6 @@ from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import GradientRecord
-    from orc.runtime.core.state import AcceleratorState
 
 
 @dataclass
@@ -88,15 +87,3 @@ def plugins_of(one: Any, several: Any, env: Mapping[str, str] | None = None) -> 
                 f"in a dictionary. Given: {name!r}: {type(plugin).__name__}"
             )
     return DeepSpeedPlugins(named)
-
-
-def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
-    """Return the DeepSpeed plug-in in force. Raises `ValueError` when the run does not use DeepSpeed.
-
-    Args:
-        state: the state of the run.
-    """
-    plugin = state.deepspeed_plugin
-    if plugin is None:
-        raise ValueError("this run has no DeepSpeed plug-in: pass Accelerator(deepspeed_plugin=...)")
-    return plugin

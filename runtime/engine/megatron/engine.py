@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.events import Events
-from orc.runtime.core.prepared import Prepared
+from orc.runtime.core.prepared import Prepared, PreparedOptimizer
 from orc.runtime.engine.megatron import library
 from orc.runtime.engine.megatron.arithmetic import global_batch_size, virtual_stages
 from orc.runtime.engine.megatron.placeholders import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
@@ -27,11 +27,10 @@ from orc.runtime.train.normalize import Count, LossNormalizer
 
 if TYPE_CHECKING:
     from orc.runtime.core.options import Options
+    from orc.runtime.engine.base import Preparing
     from orc.runtime.engine.megatron.model import MegatronModel
     from orc.runtime.engine.megatron.optimizer import MegatronOptimizer
     from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
-    from orc.runtime.train.optimizer import AcceleratedOptimizer
-    from orc.runtime.train.preparing import Preparation
 
 _TOGETHER = "prepare the model in the same call as its optimizer: accelerator.prepare(model, optimizer, ...)"
 
@@ -65,7 +64,7 @@ class MegatronLM:
     # ---- preparing
 
     def prepare(
-        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparation
+        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparing
     ) -> Sequence[Any]:
         """Prepare all *objects*: loaders of whole batches, and Megatron-LM's model, optimizer and schedule.
 
@@ -100,7 +99,7 @@ class MegatronLM:
                 result[index] = self._schedule(one)
         return result
 
-    def _check(self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparation) -> None:
+    def _check(self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparing) -> None:
         self.plugin.refuse_unserved()
         check_accumulation(self._gradient.num_steps)
         if any(place is not None for place in placement):
@@ -138,7 +137,7 @@ class MegatronLM:
     def _new_model(self, one: Any) -> bool:
         return isinstance(one, nn.Module) and not any(one is known for known in self.prepared.models)
 
-    def _loader(self, loader: DataLoader[Any], preparation: Preparation) -> Any:
+    def _loader(self, loader: DataLoader[Any], preparation: Preparing) -> Any:
         """Return the prepared loader of whole batches: *loader*'s batch size is that of one micro batch."""
         from orc.runtime.data.rebatch import with_batch_size
 
@@ -183,7 +182,7 @@ class MegatronLM:
         self.prepared.custom.extend(one for one in loaders if one is not None)
         return loaders
 
-    def _optimizer(self, given: Optimizer, rates: Mapping[str, Any], preparation: Preparation) -> Any:
+    def _optimizer(self, given: Optimizer, rates: Mapping[str, Any], preparation: Preparing) -> Any:
         from orc.runtime.engine.megatron.optimizer import MegatronOptimizer
         from orc.runtime.engine.megatron.wrappers import MegatronLMOptimizerWrapper
 
@@ -243,7 +242,7 @@ class MegatronLM:
     def forget(self) -> None:
         """Do nothing: what is prepared is known by ``prepared`` alone."""
 
-    def step(self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Clip and update; an overflow skips the update.
 
         Raises:
@@ -259,7 +258,7 @@ class MegatronLM:
         optimizer.steps += done
         return None
 
-    def zero_grad(self, optimizer: AcceleratedOptimizer, set_to_none: bool = True) -> None:
+    def zero_grad(self, optimizer: PreparedOptimizer, set_to_none: bool = True) -> None:
         """Do nothing: the model clears the gradients before it computes new ones."""
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -6,7 +6,7 @@ Each new token is one pass of all tokens through the stages; nothing is kept bet
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,46 @@ from torch import Tensor
 from orc.runtime.engine.megatron.library import common_seed
 
 if TYPE_CHECKING:
-    from orc.runtime.engine.megatron.model import MegatronModel
+    from orc.runtime.core.context import RunContext
+    from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
 
 
-def check(model: MegatronModel, *, top_k: int, top_p: float, num_beams: int, rows: int) -> None:
+class GeneratingModel(Protocol):
+    """A `MegatronModel`, as far as generating needs it."""
+
+    config: Any
+    training: bool
+
+    @property
+    def ctx(self) -> RunContext:
+        """The run."""
+        ...
+
+    @property
+    def plugin(self) -> MegatronLMPlugin:
+        """How the model is split."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
+
+    @property
+    def pieces(self) -> Any:
+        """The pieces of this process."""
+        ...
+
+    def eval(self) -> Any:
+        """Switch dropout off."""
+        ...
+
+    def train(self, mode: bool = True) -> Any:
+        """Switch dropout on or off."""
+        ...
+
+
+def check(model: GeneratingModel, *, top_k: int, top_p: float, num_beams: int, rows: int) -> None:
     """Check that *model* can generate so.
 
     Raises:
@@ -49,7 +85,7 @@ def check(model: MegatronModel, *, top_k: int, top_p: float, num_beams: int, row
 
 
 def generate(
-    model: MegatronModel,
+    model: GeneratingModel,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
@@ -119,7 +155,7 @@ def generate(
         model.train(training)
 
 
-def _continued(model: MegatronModel, tokens: Tensor, lengths: Tensor, ends: Tensor, choose: _Choice) -> Tensor:
+def _continued(model: GeneratingModel, tokens: Tensor, lengths: Tensor, ends: Tensor, choose: _Choice) -> Tensor:
     """Return *tokens* of *lengths* with what follows them, up to *ends*; shorter ones are filled up."""
     stop = model.config.eos_token_id
     fill = 0 if stop is None else stop
@@ -136,7 +172,7 @@ def _continued(model: MegatronModel, tokens: Tensor, lengths: Tensor, ends: Tens
     return tokens
 
 
-def _searched(model: MegatronModel, prompt: Tensor, end: int, beams: int, penalty: float) -> Tensor:
+def _searched(model: GeneratingModel, prompt: Tensor, end: int, beams: int, penalty: float) -> Tensor:
     """Return *prompt* with its best continuation of at most *end* tokens, of *beams* that are kept."""
     stop, begin = model.config.eos_token_id, prompt.shape[1]
     tokens, scores = prompt, torch.zeros(1, device=prompt.device)
@@ -183,7 +219,7 @@ class _Choice:
         return index.gather(1, drawn)[:, 0].to(scores.device)
 
 
-def next_scores(model: MegatronModel, tokens: Tensor) -> Tensor:
+def next_scores(model: GeneratingModel, tokens: Tensor) -> Tensor:
     """Return the scores [batch, vocabulary] of the token after *tokens*, on every process. Collective."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -13,7 +14,14 @@ from orc.runtime.collectives.tree import convert_to_fp32, recursively_apply
 
 if TYPE_CHECKING:
     from orc.runtime.core.model_handlers import AutocastKwargs
-    from orc.runtime.parallel.precision.base import Precision
+
+
+class Autocasting(Protocol):
+    """A `Precision`, as far as a forward needs it."""
+
+    def autocast(self, device: torch.device, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return a fresh autocast context."""
+        ...
 
 
 class WrappedForward:
@@ -40,7 +48,7 @@ class AutocastForward(WrappedForward):
     """
 
     def __init__(
-        self, forward: Callable[..., Any], precision: Precision, device: torch.device, options: AutocastKwargs
+        self, forward: Callable[..., Any], precision: Autocasting, device: torch.device, options: AutocastKwargs
     ) -> None:
         super().__init__(forward)
         self._precision, self._settings = precision, (device, options)
