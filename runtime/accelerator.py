@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from orc.runtime import collectives
+from orc.runtime.attributes import AcceleratorAttributes
 from orc.runtime.checkpoint.methods import Checkpointing
-from orc.runtime.core.attributes import AcceleratorAttributes
 from orc.runtime.core.context import current_context
 from orc.runtime.core.delegation import of
 from orc.runtime.core.errors import OrcRuntimeError

@@ -37,6 +37,24 @@ class Synchronizer(Protocol):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
+class GradientSync:
+    """Record of what brings the gradients of *model* together in backward; `None` where nothing does."""
+
+    model: nn.Module  # inside what torch.compile made of it
+    by: Synchronizer | None
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return a block around forward and backward in which the gradients stay local."""
+        block = None if self.by is None else self.by.no_sync(self.model)
+        return nullcontext() if block is None else block
+
+    def sync_in_backward(self) -> AbstractContextManager[Any]:
+        """Return a block around the backward that ends several forwards under `no_sync`."""
+        block = None if self.by is None else self.by.sync_in_backward(self.model)
+        return nullcontext() if block is None else block
+
+
+@dataclass(frozen=True, repr=False, eq=False)
 class PreparedModel:
     """Record of one model, made when it is prepared.
 
@@ -44,32 +62,22 @@ class PreparedModel:
         model: what `prepare` has returned, with all that was put around it.
         bare: the model that the script wrote, inside it; not compiled.
         layout: who holds its parameters.
+        cut: some of them are cut over processes, in whatever layout.
         parts: the `Parts` of a model in stages.
-        synchronizer: brings its gradients together in backward; `None` where nobody does.
-        synchronized: the module that it does so for, inside what torch.compile made of it.
+        gradients: how they come together.
     """
 
     model: nn.Module
     bare: nn.Module
-    synchronized: nn.Module
-    synchronizer: Synchronizer | None = None
+    gradients: GradientSync
     layout: Layout = Layout.WHOLE
+    cut: bool = False
     parts: Any = None
 
     @property
     def spread(self) -> bool:
         """Whether each process holds a part of it alone, of which torch gathers the whole."""
         return self.layout in (Layout.SHARDED, Layout.FLATTENED, Layout.STAGED)
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a block around forward and backward in which its gradients stay local."""
-        block = None if self.synchronizer is None else self.synchronizer.no_sync(self.synchronized)
-        return nullcontext() if block is None else block
-
-    def sync_in_backward(self) -> AbstractContextManager[Any]:
-        """Return a block around the backward that ends several forwards under `no_sync`."""
-        block = None if self.synchronizer is None else self.synchronizer.sync_in_backward(self.synchronized)
-        return nullcontext() if block is None else block
 
 
 class PreparedOptimizer(Protocol):
@@ -101,12 +109,13 @@ class Prepared:
     scaler: Any = None  # torch.amp.GradScaler with fp16; its scale is read by `current_scaler`
     engine: Any = None  # the Engine that trains them
     guard: Any = None  # the SpikeGuard that may veto their updates
-    sharded: bool = False  # a model has parameters that are cut over the processes (DTensors)
+    sharded: bool = False  # a model has parameters that are cut over the processes
 
     def add_model(self, record: PreparedModel) -> None:
         """Add the model of *record*."""
         self.models.append(record.model)
         self.records.append(record)
+        self.sharded = self.sharded or record.cut
 
     def record_of(self, model: nn.Module) -> PreparedModel | None:
         """Return the record of *model*; `None` of one that was not prepared here."""

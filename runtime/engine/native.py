@@ -15,7 +15,7 @@ from orc.runtime.core.events import Events
 from orc.runtime.core.prepared import Prepared, PreparedOptimizer
 from orc.runtime.engine.norms import clip_norm, total_norm
 from orc.runtime.engine.whole import whole
-from orc.runtime.parallel.records import record_of
+from orc.runtime.parallel.records import gradients_of, record_of
 from orc.runtime.train.normalize import Count, LossNormalizer
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ class NativeEngine:
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context around forward and backward in which *model*'s gradients stay local."""
-        return record_of(self.prepared, model).no_sync()
+        return gradients_of(self.prepared, model).no_sync()
 
     def sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context around the backward that ends several forwards under `no_sync`."""
-        return record_of(self.prepared, model).sync_in_backward()
+        return gradients_of(self.prepared, model).sync_in_backward()
 
     # gradients
 

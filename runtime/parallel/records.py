@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from orc.runtime.core.prepared import Layout, Prepared, PreparedModel
+from orc.runtime.core.prepared import GradientSync, Layout, Prepared, PreparedModel
 from orc.runtime.parallel import extract_model_from_parallel, is_sharded, parallelizers
 
 if TYPE_CHECKING:
@@ -18,14 +18,13 @@ def described(model: nn.Module) -> PreparedModel:
     """Return the record of *model* as it is now: when it has been prepared, or of one that never is."""
     from orc.runtime.parallel.parts import parts_of  # an Accelerator that prepares no model needs none
 
-    synchronized = model._modules.get("_orig_mod") or model
-    parts = parts_of(model)
+    parts, cut = parts_of(model), is_sharded(model)
     return PreparedModel(
         model=model,
         bare=extract_model_from_parallel(model, keep_torch_compile=False),
-        synchronized=synchronized,
-        synchronizer=next((one for one in parallelizers() if one.no_sync(synchronized) is not None), None),
-        layout=_layout(model, parts),
+        gradients=_gradients(model),
+        layout=_layout(model, parts, cut),
+        cut=cut,
         parts=parts,
     )
 
@@ -35,12 +34,23 @@ def record_of(prepared: Prepared, model: nn.Module) -> PreparedModel:
     return prepared.record_of(model) or described(model)
 
 
+def gradients_of(prepared: Prepared, model: nn.Module) -> GradientSync:
+    """Return how the gradients of *model* come together, looked up if it was not *prepared*."""
+    record = prepared.record_of(model)
+    return _gradients(model) if record is None else record.gradients
+
+
 def records_of(prepared: Prepared, models: Iterable[nn.Module] | None = None) -> list[PreparedModel]:
     """Return the records of *models*, by default of all that are *prepared*, in their order."""
     return [record_of(prepared, model) for model in (prepared.models if models is None else models)]
 
 
-def _layout(model: nn.Module, parts: Parts | None) -> Layout:
+def _gradients(model: nn.Module) -> GradientSync:
+    inside = model._modules.get("_orig_mod") or model  # what torch.compile made of it
+    return GradientSync(inside, next((one for one in parallelizers() if one.no_sync(inside) is not None), None))
+
+
+def _layout(model: nn.Module, parts: Parts | None, cut: bool) -> Layout:
     from orc.runtime.parallel.deepspeed import is_engine
     from orc.runtime.parallel.fsdp import is_instance
 
@@ -48,8 +58,7 @@ def _layout(model: nn.Module, parts: Parts | None) -> Layout:
         return Layout.OF_ENGINE
     if parts is not None:
         return Layout.STAGED
-    if any(is_instance(module, "FullyShardedDataParallel") for module in model.modules()):
-        return Layout.FLATTENED
-    if is_sharded(model):
-        return Layout.SHARDED
+    if cut:
+        flattened = any(is_instance(module, "FullyShardedDataParallel") for module in model.modules())
+        return Layout.FLATTENED if flattened else Layout.SHARDED
     return Layout.GATHERED if getattr(model, "gathers_state", False) else Layout.WHOLE

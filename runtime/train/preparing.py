@@ -151,7 +151,6 @@ class Preparation:
         for one in applied:
             if isinstance(one, ChecksGradients) and not evaluation_mode:
                 self._look_once(one, record.bare)
-        self.prepared.sharded = self.prepared.sharded or is_sharded(model)
         self.prepared.add_model(record)
         for optimizer in self.prepared.optimizers:  # it may have been prepared before
             follow(optimizer.optimizer)
