@@ -223,3 +223,50 @@ def test_no_modules_of_the_runtime_import_each_other_in_a_circle_not_even_in_ann
     beyond = {name: reachable(graph, name) for name in graph}
     circles = {frozenset(other for other in beyond[name] if name in beyond[other]) for name in graph}
     assert circles == {frozenset(), frozenset(f"orc.runtime.{name}" for name in ON_FIRST_USE)}
+
+
+# The rooms of the runtime from the bottom to the top; "" are the public names and the single modules beside the rooms.
+ROOMS = ["core", "compat", "collectives", "launch", "logging", "parallel", "train", "engine", "observe", "data"]
+ROOMS += ["checkpoint", "weights", "preemption", "tracking", "", "testing", "stand_ins", "utils"]
+# What still imports from a room above its own, annotations included. Nothing is added here.
+UPWARD = {
+    "checkpoint.fsdp": {"accelerator"},
+    "checkpoint.methods": {"weights.loading", "weights.quantization.scheme"},
+    "collectives.metrics": {"data.batch"},
+    "core.context": {"collectives.board", "launch.environment", "launch.process_group", "testing"},
+    "core.handlers": {"compat.availability"},
+    "core.options": {"observe.profile_options", "parallel.fsdp_plugin"},
+    "core.state": {
+        "engine.deepspeed.plugin",
+        "engine.deepspeed.plugins",
+        "engine.megatron.plugin",
+        "launch.device",
+        "launch.process_group",
+    },
+    "core.topology": {"launch.process_group"},
+    "engine.deepspeed.engine": {"weights.quantization.scheme"},
+    "engine.deepspeed.states": {"checkpoint.errors", "checkpoint.format.layout"},
+    "engine.megatron.engine": {"data.rebatch"},
+    "engine.native": {"weights.dispatch"},
+    "launchers": {"testing"},
+    "parallel.replacements": {"weights.device_map"},
+    "parallel.stages": {"weights.device_map", "weights.sizes"},
+    "train.accumulation": {"engine"},
+    "train.agreement": {"engine"},
+    "train.local_sgd": {"accelerator"},
+    "train.optimizer": {"engine"},
+    "train.prepare_fsdp2": {"accelerator"},
+    "train.preparing": {"data.prepare", "engine", "preemption.watching", "weights.quantization.scheme"},
+}
+
+
+def test_rooms_of_the_runtime_import_what_is_below_them() -> None:
+    def height(name: str) -> int:
+        room = name.split(".")[2] if name.count(".") > 1 else ""
+        return ROOMS.index(room if room in ROOMS else "")
+
+    graph = import_graph("runtime", statements=import_statements)
+    upward = {name: {other for other in graph[name] if height(other) > height(name)} for name in graph}
+    short = "orc.runtime."
+    found = {name.removeprefix(short): {one.removeprefix(short) for one in above} for name, above in upward.items()}
+    assert {name: above for name, above in found.items() if above} == UPWARD
