@@ -284,8 +284,8 @@ class SpikeGuard:
         bad = limit.exceeded(norm)
         optimizer: Any = prepared.optimizer
         if takes_found_inf(optimizer) and norm.device.type != "cpu":
-            optimizer.found_inf = prepared.skipped_on_device = bad
-            optimizer.grad_scale = None
+            optimizer.found_inf, optimizer.grad_scale = bad, None
+            prepared.skips_on_device(bad)
             return False
         skip = bool(bad.item())
         if skip:

@@ -54,8 +54,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._device = device
         self.steps = 0  # updates made
         self.skips = 0  # updates skipped, by the engine or by a watcher of the gradients
-        self._skipped = False
-        self.skipped_on_device: torch.Tensor | None = None  # 1.0 where the optimizer itself skips it, on its device
+        self._skipped: bool | torch.Tensor = False  # whether the last was; 1.0 or 0.0 where its device alone knows
         if device_placement and device is not None and optimizer.state:
             self.load_state_dict(optimizer.state_dict())
 
@@ -129,10 +128,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return None
         engine = self._engine
         events = engine.events
-        if events.before_step:
-            self.skipped = True in [refuses(self) for refuses in events.before_step]  # all are asked
-            if self.skipped:
-                return None
+        self._skipped = False
+        if events.before_step and True in [refuses(self) for refuses in events.before_step]:  # all are asked
+            self.skipped = True
+            return None
         result = engine.step(self, closure)
         if events.on_step:
             for tell in events.on_step:
@@ -142,17 +141,25 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     @property
     def skipped(self) -> bool:
         """`True` if the last update was skipped, as the engine sees it without waiting for the device."""
-        return self._skipped
+        return self._skipped is True
 
     @skipped.setter
     def skipped(self, value: bool) -> None:
         self._skipped = value
         self.skips += value
 
+    def skips_on_device(self, told: torch.Tensor) -> None:
+        """Record that the wrapped optimizer decides by itself, on its device, whether to skip the next update.
+
+        Args:
+            told: 1.0 on that device where it skips, otherwise 0.0.
+        """
+        self._skipped = told
+
     @property
     def step_was_skipped(self) -> bool:
         """`True` if an overflow, or a watcher of the gradients, made the optimizer skip its last step."""
-        return self._skipped or (self.skipped_on_device is not None and bool(self.skipped_on_device.item()))
+        return bool(self._skipped)
 
     def train(self) -> None:
         """Training mode of optimizers that have one (schedule-free)."""

@@ -106,11 +106,6 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
                 tell(self)
         return None
 
-    @property
-    def step_was_skipped(self) -> bool:
-        """`True` if an overflow made the last update be skipped."""
-        return self.skipped
-
     def state_dict(self) -> dict[str, Any]:
         """This process's part of the state, as DeepSpeed keeps it."""
         return self.optimizer.state_dict()

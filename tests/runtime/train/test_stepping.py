@@ -92,6 +92,33 @@ def test_a_fused_style_optimizer_reports_its_own_skip():
     assert seen == [(True, 1.0), (False, 0.0)]
 
 
+def test_a_veto_is_of_one_update_also_when_its_watcher_has_gone():
+    accelerator = Accelerator()
+    model, optimizer, scheduler = one_weight(accelerator)
+    veto = lambda optimizer: True  # noqa: E731
+    accelerator.events.subscribe("before_step", veto)
+    seen = []
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step(), scheduler.step()
+        seen.append((optimizer.skipped, optimizer.skips, scheduler.scheduler.last_epoch))
+        accelerator.events.unsubscribe("before_step", veto)
+    assert seen == [(True, 1, 0), (False, 1, 1)]
+
+
+def test_a_skip_that_the_device_alone_knows_of_holds_the_schedule_back():
+    accelerator = Accelerator()
+    model, optimizer, scheduler = one_weight(accelerator)
+    told = [torch.tensor(1.0), torch.tensor(0.0)]
+    accelerator.events.subscribe("before_step", lambda optimizer: optimizer.skips_on_device(told.pop(0)))
+    seen = []
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step(), scheduler.step()
+        seen.append((optimizer.skipped, optimizer.step_was_skipped, scheduler.scheduler.last_epoch))
+    assert seen == [(False, True, 0), (False, False, 1)]
+
+
 def test_clipping_sees_unscaled_gradients():
     accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=256.0)])
     model = torch.nn.Linear(2, 1, bias=False)
