@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from orc.launchers.attempts.cause import Cause as Cause
 from orc.launchers.attempts.logs import LogChunk as LogChunk
@@ -420,43 +420,12 @@ class SupportsPlacement(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Dependency:
-    """Condition on another attempt of the same cluster that must hold before one starts.
-
-    It is about that attempt, not its job: an attempt that follows it after a failure does not count.
-    What the cluster requeues by itself is the same attempt, and is waited for.
-    """
-
-    handle: Handle
-    condition: Literal["succeeded", "failed", "ended"] = "succeeded"
-
-
-@runtime_checkable
-class SupportsDependencies(Protocol):
-    """Backend that holds an attempt back until others have ended."""
-
-    def submit_after(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
-        """Submit an attempt that the cluster holds back until all of *after* are met.
-
-        Dependencies that are met already are left out. Raises `BackendError` for one that never can be (nothing is
-        submitted), `BackendUnreachable` where that cannot be known. An attempt whose dependency turns out to be
-        impossible later on never runs and ends as `Phase.CANCELLED`, with a reason that says so.
-        """
-        ...
-
-
 @runtime_checkable
 class SupportsArrays(Protocol):
     """Backend that takes many attempts at once, and runs only so many at a time."""
 
     def submit_array(
-        self,
-        plans: Sequence[Plan],
-        secrets: Mapping[str, str],
-        *,
-        at_once: int | None = None,
-        after: Sequence[Dependency] = (),
+        self, plans: Sequence[Plan], secrets: Mapping[str, str], *, at_once: int | None = None
     ) -> list[Handle]:
         """Submit many attempts in one step; the cluster runs *at_once* of them at a time, or as many as it can.
 
@@ -466,8 +435,8 @@ class SupportsArrays(Protocol):
         without them, so that repeating an interrupted call is safe. *secrets* has the values for all of them. The
         handles come in the order of *plans*.
 
-        Raises what `Backend.submit` and `SupportsDependencies.submit_after` raise: `BackendError` when certainly none
-        was started, `AmbiguousSubmit` when that cannot be known (all or none of them will be found).
+        Raises what `Backend.submit` raises: `BackendError` when certainly none was started, `AmbiguousSubmit` when that
+        cannot be known (all or none of them will be found).
         """
         ...
 

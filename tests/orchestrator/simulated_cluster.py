@@ -285,7 +285,7 @@ class PlacingCluster(SimulatedCluster):
 
 class ArrayCluster(SimulatedCluster):
     def submit_array(
-        self, plans: Sequence[Plan], secrets: Mapping[str, str], *, at_once: int | None = None, after: Any = ()
+        self, plans: Sequence[Plan], secrets: Mapping[str, str], *, at_once: int | None = None
     ) -> list[Handle]:
         return self._submit(plans, secrets)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from orc.launchers.backends.base import (
     Backend,
-    Dependency,
     DiscoveredCluster,
     Handle,
     NodeEntry,
@@ -223,26 +222,17 @@ class SlurmBackend(Backend):
     def _submitter(self) -> Submitter:
         from orc.launchers.backends.slurm.submission import Submitter
 
-        return Submitter(self._client, self._transport, self.layout, self._settings, self._lookup, self.poll)
+        return Submitter(self._client, self._transport, self.layout, self._settings, self._lookup)
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
         """Write the files, run ``sbatch`` once; an attempt that is there already is left as it is."""
-        return self._submitter.submit(plan, secrets, ())
-
-    def submit_after(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
-        """Submit with ``--dependency``; see `SupportsDependencies`."""
-        return self._submitter.submit(plan, secrets, after)
+        return self._submitter.submit(plan, secrets)
 
     def submit_array(
-        self,
-        plans: Sequence[Plan],
-        secrets: Mapping[str, str],
-        *,
-        at_once: int | None = None,
-        after: Sequence[Dependency] = (),
+        self, plans: Sequence[Plan], secrets: Mapping[str, str], *, at_once: int | None = None
     ) -> list[Handle]:
         """Submit all that are not there yet by one ``sbatch --array``; see `SupportsArrays`."""
-        return self._submitter.submit_array(plans, secrets, at_once, after)
+        return self._submitter.submit_array(plans, secrets, at_once)
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """Return the job of the marker from the queue, accounting or the attempt directory."""
@@ -280,7 +270,7 @@ class SlurmBackend(Backend):
             own = records[directory]
             seen[handle] = judge(
                 rows.get(handle),
-                _witness(own),
+                _evidence(own),
                 submitted_at=handle.submitted_at,
                 now=now,
                 lead_s=float((own.config or {}).get("backend", {}).get("notice_s", 0)) + EARLY_S,
@@ -385,7 +375,7 @@ def _of_login(settings: SlurmSettings, cluster: Cluster) -> SlurmSettings:
     return settings.model_copy(update={"login": settings.login.model_copy(update={"user": cluster.login})})
 
 
-def _witness(records: AttemptRecords) -> AgentEvidence:
+def _evidence(records: AttemptRecords) -> AgentEvidence:
     from orc.launchers.backends.slurm.verdict import AgentEvidence
 
     current = [node for node, lease in records.leases.items() if int(lease.get("restart", 0)) == records.restart]

@@ -171,7 +171,7 @@ class SlurmClient:
         """Split pending elements of arrays into job records of their own.
 
         Slurm forgets an element that is cancelled before that: neither squeue nor sacct know it any more, and what
-        depends on its success starts.
+        depends on its success (the option ``dependency``) starts.
         """
         lines = "".join(f"update jobid={job_id} comment={job_id}\n" for job_id in job_ids)
         if lines:

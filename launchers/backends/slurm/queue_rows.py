@@ -23,7 +23,6 @@ WAITING = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
     | {"LAUNCH_FAILED", "RECONFIG_FAIL", "POWER_UP_NODE", "EXPEDITING"}
 )
-ACTIVE = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING", "UPDATE_DB"})
 ENDED = frozenset(
     {
         "COMPLETED",
@@ -62,11 +61,6 @@ class JobRow:
     def waiting(self) -> bool:
         """True while in the queue and not started (again)."""
         return self.state in WAITING
-
-    @property
-    def active(self) -> bool:
-        """True with nodes, also while giving them back."""
-        return self.state in ACTIVE
 
     @property
     def ended(self) -> bool:

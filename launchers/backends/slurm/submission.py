@@ -1,17 +1,16 @@
-"""Submission of attempts: one, after others, or an array. The order of the steps makes it exactly once."""
+"""Submission of attempts: one, or an array. The order of the steps makes it exactly once."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.base import Dependency, Handle, Observation, require_secrets
+from orc.launchers.backends.base import Handle, require_secrets
 from orc.launchers.backends.slurm import arrays
-from orc.launchers.backends.slurm.dependencies import dependency_options
 from orc.launchers.backends.slurm.login import expand_agent_paths
-from orc.launchers.backends.slurm.lookup import KIND, JobLookup, of_handles
+from orc.launchers.backends.slurm.lookup import KIND, JobLookup
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _LINKS_S = 30.0
 
 
 class Submitter:
-    """Submission to one cluster. *poll* is the backend's, for the attempts that others depend on."""
+    """Submission to one cluster."""
 
     def __init__(
         self,
@@ -37,36 +36,27 @@ class Submitter:
         layout: Layout,
         settings: SlurmSettings,
         lookup: JobLookup,
-        poll: Callable[[Sequence[Handle]], dict[Handle, Observation]],
     ) -> None:
         self._client = client
         self._transport = transport
         self._layout = layout
         self._settings = settings
         self._lookup = lookup
-        self._poll = poll
 
-    def submit(self, plan: Plan, secrets: Mapping[str, str], after: Sequence[Dependency]) -> Handle:
-        """Submit one attempt; see `Backend.submit` and `SupportsDependencies.submit_after`."""
+    def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
+        """Submit one attempt; see `Backend.submit`."""
         require_secrets(plan, secrets)
         if found := self._lookup.known([plan.marker]).get(plan.marker):
             return found
-        held_back = self._dependency_options(plan, after)
         self._write(plan, secrets)
         at = time.time()
         (command,) = plan.commands
         *words, script = (self._expand_home(word) for word in command.argv)
-        job_id = self._sbatch([*words, *held_back, script], [plan.marker])
+        job_id = self._sbatch([*words, script], [plan.marker])
         handle = Handle(plan.cluster, KIND, plan.marker, job_id, at)
         return self._oldest_jobs([handle])[0]
 
-    def submit_array(
-        self,
-        plans: Sequence[Plan],
-        secrets: Mapping[str, str],
-        at_once: int | None,
-        after: Sequence[Dependency],
-    ) -> list[Handle]:
+    def submit_array(self, plans: Sequence[Plan], secrets: Mapping[str, str], at_once: int | None) -> list[Handle]:
         """Submit attempts as one array; see `SupportsArrays.submit_array`."""
         if at_once is not None and at_once < 1:
             raise BackendError(f"an array runs at least one of its elements at once, not {at_once}")
@@ -75,14 +65,13 @@ class Submitter:
         known = self._lookup.known([plan.marker for plan in plans])
         if new := [plan for plan in plans if plan.marker not in known]:
             arrays.check_alike(new)
-            held_back = self._dependency_options(new[0], after)
             name = arrays.array_name(plan.marker for plan in new)
             directory = self._write_array(name, new, secrets)
             at = time.time()
             array = arrays.array_options(name, len(new), at_once, directory)
             program = (self._settings.program("sbatch"), "--parsable")
             job_id = self._sbatch(
-                [*program, *array, *held_back, f"{directory}/{arrays.SCRIPT_NAME}"], [plan.marker for plan in new]
+                [*program, *array, f"{directory}/{arrays.SCRIPT_NAME}"], [plan.marker for plan in new]
             )
             made = [
                 Handle(plan.cluster, KIND, plan.marker, f"{job_id}_{index}", at, group=name)
@@ -90,13 +79,6 @@ class Submitter:
             ]
             known.update((handle.marker, handle) for handle in self._oldest_jobs(made))
         return [known[plan.marker] for plan in plans]
-
-    def _dependency_options(self, plan: Plan, after: Sequence[Dependency]) -> list[str]:
-        if not after:
-            return []
-        handles = [one.handle for one in after if one.handle.cluster == plan.cluster]
-        known = of_handles(self._client.queue(handle.native_id for handle in handles), handles) if handles else {}
-        return dependency_options(plan, after, self._poll(handles), known.keys())
 
     def _write(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Write the attempt's directory for its agents."""

@@ -22,7 +22,7 @@ class FakeArrays(FakeBackend):
     limit: int | None = None
 
     def submit_array(
-        self, plans: Sequence[Plan], secrets: Mapping[str, str], *, at_once: int | None = None, after: Any = ()
+        self, plans: Sequence[Plan], secrets: Mapping[str, str], *, at_once: int | None = None
     ) -> list[Handle]:
         self.limit = at_once
         return [self.submit(plan, secrets) for plan in plans]

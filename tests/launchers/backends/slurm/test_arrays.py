@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,18 +13,12 @@ from slurm_testbed import eventually
 
 from orc.launchers.backends import open_backend
 from orc.launchers.backends.base import (
-    Cause,
-    Dependency,
     Handle,
-    LogSelector,
-    Observation,
     Phase,
     SupportsArrays,
-    SupportsDependencies,
 )
 from orc.launchers.backends.slurm import SlurmBackend, arrays
-from orc.launchers.backends.slurm.dependencies import dependency_options
-from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
+from orc.launchers.errors import AmbiguousSubmit, BackendError
 from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan
 from orc.launchers.spec.clusters import Cluster
@@ -88,65 +81,10 @@ def test_records_are_read_as_they_were_written() -> None:
     assert arrays.elements_of(arrays.record_of(elements)) == elements
 
 
-# -- what dependencies become
+# -- handles
 
 FIRST = Handle("hpc", "slurm", "orc-first-a1", "12", 1.0)
 ELEMENT = Handle("hpc", "slurm", "orc-second-a1", "13_4", 1.0, group="orc-array-1")
-
-
-@pytest.fixture
-def options_for(plan_of) -> Callable[..., list[str]]:
-    """What sbatch is told about dependencies on attempts that are all in one phase."""
-
-    def ask(
-        *after: Dependency,
-        phase: Phase = Phase.RUNNING,
-        known: tuple[Handle, ...] = (FIRST, ELEMENT),
-        own: str | None = None,
-    ) -> list[str]:
-        plan = plan_of(resources={"options": {"slurm": {"dependency": own}}})
-        seen = {one.handle: Observation(phase, reason="because") for one in after}
-        return dependency_options(plan, after, seen, known)
-
-    return ask
-
-
-def test_dependencies_on_living_attempts_are_slurm_s(options_for) -> None:
-    after = (Dependency(FIRST), Dependency(ELEMENT, "ended"), Dependency(FIRST, "failed"))
-    assert options_for(*after) == [
-        "--dependency=afterok:12,afterany:13_4,afternotok:12",
-        "--kill-on-invalid-dep=yes",
-    ]
-
-
-def test_dependencies_that_are_met_are_left_out(options_for) -> None:
-    assert options_for(Dependency(FIRST), Dependency(ELEMENT, "ended"), phase=Phase.SUCCEEDED, known=()) == []
-    assert options_for(Dependency(FIRST, "failed"), phase=Phase.LOST, known=()) == []
-
-
-@pytest.mark.parametrize(
-    ("condition", "phase"), [("succeeded", Phase.FAILED), ("succeeded", Phase.CANCELLED), ("failed", Phase.SUCCEEDED)]
-)
-def test_a_dependency_that_can_never_be_met_is_refused(options_for, condition, phase) -> None:
-    with pytest.raises(BackendError, match=f"to have {condition}, and it is {phase} \\(because\\)"):
-        options_for(Dependency(FIRST, condition), phase=phase)
-
-
-@pytest.mark.parametrize("phase", [Phase.UNKNOWN, Phase.RUNNING])
-def test_what_slurm_does_not_know_is_not_sent_because_it_would_count_as_met(options_for, phase) -> None:
-    with pytest.raises(BackendUnreachable, match="the state of orc-first-a1 is unknown"):
-        options_for(Dependency(FIRST), phase=phase, known=())
-
-
-def test_a_job_s_own_dependency_is_kept(options_for) -> None:
-    assert options_for(Dependency(FIRST), own="singleton")[0] == "--dependency=singleton,afterok:12"
-    with pytest.raises(BackendError, match=re.escape("own dependency (afterok:1?afterok:2) cannot be joined")):
-        options_for(Dependency(FIRST), own="afterok:1?afterok:2")
-
-
-def test_a_dependency_on_another_cluster_is_refused(options_for) -> None:
-    with pytest.raises(BackendError, match="on another cluster \\(elsewhere\\)"):
-        options_for(Dependency(replace(FIRST, cluster="elsewhere")))
 
 
 def test_an_element_s_handle_survives_the_ledger() -> None:
@@ -156,10 +94,9 @@ def test_an_element_s_handle_survives_the_ledger() -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "slurm", "ssh"])
-def test_only_slurm_has_dependencies_and_arrays(kind: str) -> None:
+def test_only_slurm_has_arrays(kind: str) -> None:
     options = {"hosts": ["gpu1"]} if kind == "ssh" else {}
     backend = open_backend(Cluster(name="c", kind=kind, root="/r", options=options))
-    assert isinstance(backend, SupportsDependencies) == (kind == "slurm")
     assert isinstance(backend, SupportsArrays) == (kind == "slurm")
 
 
@@ -297,50 +234,3 @@ def test_what_slurm_refuses_leaves_no_element_and_no_secret(runs) -> None:
         some.submit()
     assert [some.backend.find(plan.marker) for plan in some.plans] == [None, None]
     assert not any((run.directory / "secrets.json").exists() for run in some.runs)
-
-
-def test_an_attempt_waits_for_others_and_runs_after_their_success(runs) -> None:
-    some = Several(runs, 2)
-    handles = some.submit()
-    later = runs.prepare(OK)
-    later.handle = later.backend.submit_after(later.plan, {}, [Dependency(handle) for handle in handles])
-    some.go(0)
-    assert some.runs[0].ended().phase is Phase.SUCCEEDED
-    assert later.poll().phase is Phase.PENDING
-    assert later.poll().reason == "Dependency"
-    some.go(1)
-    assert later.ended().phase is Phase.SUCCEEDED, later.everything()
-    assert some.runs[1].poll().phase is Phase.SUCCEEDED
-    after_all = runs.prepare(OK)  # of what has ended already
-    after_all.handle = after_all.backend.submit_after(after_all.plan, {}, [Dependency(later.handle, "ended")])
-    assert after_all.ended().phase is Phase.SUCCEEDED
-
-
-def test_an_attempt_whose_dependency_fails_never_runs_and_says_so(runs) -> None:
-    first = runs.start(WAITS + "sys.exit(3)")
-    later, cleanup = runs.prepare(OK), runs.prepare(OK)
-    later.handle = later.backend.submit_after(later.plan, {}, [Dependency(first.handle)])
-    cleanup.handle = cleanup.backend.submit_after(cleanup.plan, {}, [Dependency(first.handle, "failed")])
-    (first.directory.parent / "go").touch()
-    assert first.ended().cause is Cause.CRASH
-    seen = later.ended()
-    assert (seen.phase, seen.cause) == (Phase.CANCELLED, Cause.CANCELLED)
-    assert seen.reason == "never started: the dependency can never be satisfied"
-    assert cleanup.ended().phase is Phase.SUCCEEDED
-    hopeless = runs.prepare(OK)
-    with pytest.raises(BackendError, match="and it is failed"):
-        hopeless.backend.submit_after(hopeless.plan, {}, [Dependency(first.handle)])
-    assert not hopeless.directory.exists()
-
-
-def test_what_waits_for_an_element_that_is_cancelled_before_its_start_does_not_start(runs) -> None:
-    some = Several(runs, 2)
-    handles = some.submit(at_once=1)
-    later = runs.prepare(OK)
-    later.handle = later.backend.submit_after(later.plan, {}, [Dependency(handles[1])])
-    some.backend.cancel([handles[1]], timedelta(seconds=1))
-    assert later.ended().reason == "never started: the dependency can never be satisfied"
-    some.go(0)
-    assert some.runs[0].ended().phase is Phase.SUCCEEDED
-    assert some.backend.read_file(handles[1], "nothing") == b""
-    assert list(some.backend.logs(handles[1], LogSelector(rank=0))) == []

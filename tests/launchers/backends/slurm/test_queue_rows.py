@@ -13,7 +13,6 @@ def test_a_running_job_in_squeue() -> None:
     assert (row.submitted_at, row.started_at, row.limit_s) == (1700000000.0, 1700000010.0, 3600.0)
     assert row.nodes == ("node1", "node2")
     assert row.reason == ""
-    assert row.active
     assert not row.waiting
     assert not row.ended
 
