@@ -14,7 +14,9 @@ PROJECT = "my-project"
 ZONE = "us-central2-b"
 CHIPS = 4  # of a TPU machine, but for those of v5e and v6e with one or eight
 OLDEST = (3, 10)  # Python of ranks
-# The newest image with Transformers that the tables of `orc.launchers.backends.sagemaker.images` have; a test compares.
+# The newest images, without and with Transformers, in the tables of `orc.launchers.backends.sagemaker.images`; a test
+# compares.
+STOCK_IMAGE = "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:2.10.0-cpu-py313"
 NEWEST_IMAGE = {"py_version": "py312", "pytorch_version": "2.9.0", "transformers_version": "5.3.0"}
 
 
@@ -91,12 +93,15 @@ def _single_machines(draft: Draft, machines: list[str]) -> None:
 
 
 def sagemaker(draft: Draft, title: str) -> None:
-    """The cluster of kind sagemaker; what belongs to the one job stays with the job."""
+    """The cluster of kind sagemaker, or this one for the local mode; what belongs to the one job stays with the job."""
     for name in ("num_processes", "machine_rank", "rdzv_backend", "same_network"):
         draft.notes.settle(name)
     draft.resources["nodes"] = draft.take("num_machines", 1)
     given = {option.name: draft.take(option.name) for option in of_group("sagemaker")}
     options = {name: value for name, value in given.items() if value not in (None, {})}
+    if options.get("ec2_instance_type") in ("local", "local_gpu"):
+        _container_here(draft, title, options)
+        return
     own: dict[str, Any] = {}
     if base := options.pop("base_job_name", None):
         own["base_job_name"] = base
@@ -109,6 +114,23 @@ def sagemaker(draft: Draft, title: str) -> None:
     name = cluster_name(title, "sagemaker")
     draft.job["cluster"] = name
     draft.clusters[name] = {"kind": "sagemaker", "options": options}
+
+
+def _container_here(draft: Draft, title: str, options: dict[str, Any]) -> None:
+    """The documented local mode: the job on this machine, in the image by docker; its model stays in its directory."""
+    image = options.pop("image_uri", None)
+    if image is None:
+        what = "its registry asks docker for a login; or write the image that the versions stand for"
+        draft.notes.add("image_uri", f"{STOCK_IMAGE}, the newest stock image: {what}")
+    if options.pop("ec2_instance_type") == "local_gpu":
+        draft.resources["gpus_per_node"] = 1
+        draft.notes.add("ec2_instance_type", "one GPU; write how many the job gets: resources.gpus_per_node")
+    for name in options:
+        draft.notes.add(name, "a job on this machine has none")
+    draft.env["SM_MODEL_DIR"] = "model"
+    draft.setup.append("mkdir -p model")
+    name = draft.job["cluster"] = cluster_name(title, "local")
+    draft.clusters[name] = {"kind": "local", "environment": {"container": image or STOCK_IMAGE}}
 
 
 def _supported_image(draft: Draft, options: dict[str, Any]) -> None:

@@ -136,7 +136,6 @@ class Backend(abc.ABC):
     kind: ClassVar[str]
     is_remote: bool = True  # the root is on other machines: state and home directory of this one mean nothing there
     programs: ClassVar[tuple[str, ...]] = ()  # that clusters of this kind need on this machine, for `orc doctor`
-    local_contract: ClassVar[str] = ""  # KEY=VALUE of a job file that runs the job here as the platform would
     # How long after a cut-off submit the attempt may still turn up in `find`, in seconds.
     visibility_s: float = 5.0
     # For how long an attempt that is LOST may come back, in seconds, unless the cluster's ``lost_after`` says so.

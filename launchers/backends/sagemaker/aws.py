@@ -1,4 +1,4 @@
-"""`Service` at AWS, by boto3; SageMaker's own SDK names the stock images."""
+"""SageMaker, S3, CloudWatch and Secrets Manager of one account and region, by boto3; the SDK names the stock images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from orc.launchers.backends.sagemaker.failures import (
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.names import split_uri
 from orc.launchers.backends.sagemaker.sdk import sdk_module, stock_image
-from orc.launchers.backends.sagemaker.service import NameTaken
 from orc.launchers.backends.sagemaker.settings import ClusterSettings
 from orc.launchers.errors import BackendError
 
@@ -32,8 +31,16 @@ _GONE = ("404", "NoSuchKey", "NotFound", "NoSuchBucket")
 _REFUSED = ("ValidationException", "ValidationError", "ResourceNotFound")
 
 
+class NameTaken(BackendError):
+    """There is a training job of that name already: ours of an earlier try, or another user's."""
+
+
 class AwsService:
-    """The account and region of *place*. Nothing is contacted before it is needed; botocore finds credentials."""
+    """The account and region of *place*. Nothing is contacted before it is needed; botocore finds credentials.
+
+    All methods raise `BackendUnreachable` when there is no answer, `BackendError` otherwise. URIs of objects are
+    ``s3://bucket/key``.
+    """
 
     def __init__(self, place: ClusterSettings, region: str, where: str) -> None:
         self._place = place
@@ -186,7 +193,7 @@ class AwsService:
                 s3.put_object(Bucket=bucket, Key=key, Body=data, **encryption)
 
     def get(self, uri: str, offset: int = 0, limit: int | None = None) -> bytes | None:
-        """Return the content of one object."""
+        """Return the content of an object from *offset* on, *limit* bytes at most; `None` when there is no object."""
         bucket, key = split_uri(uri)
         last = "" if limit is None else offset + limit - 1
         extra = {"Range": f"bytes={offset}-{last}"} if offset or limit is not None else {}
@@ -201,7 +208,7 @@ class AwsService:
             raise explain(error, self._where, asked="s3:GetObject") from None
 
     def get_many(self, uris: Sequence[str], limit: int) -> dict[str, bytes]:
-        """Side by side: each costs a round trip."""
+        """Return the contents of the objects that exist and have *limit* bytes at most, fetched side by side."""
         if not uris:
             return {}
 
@@ -236,7 +243,10 @@ class AwsService:
     # -- training jobs
 
     def create(self, request: Mapping[str, Any]) -> None:
-        """Send exactly *request*: CreateTrainingJob."""
+        """Start the training job of *request*, which is sent as it is.
+
+        Raises `NameTaken`, and `AmbiguousSubmit` when it is unknown whether it started.
+        """
         name = str(request["TrainingJobName"])
         client = self._client("sagemaker")
         try:
@@ -250,7 +260,7 @@ class AwsService:
             raise explain(error, self._where, asked="sagemaker:CreateTrainingJob", instance_type=kind) from None
 
     def describe(self, name: str) -> dict[str, Any] | None:
-        """Return the description of a training job: DescribeTrainingJob."""
+        """Return the description of a training job; `None` when there is none."""
         try:
             return dict(self._client("sagemaker").describe_training_job(TrainingJobName=name))
         except aws_errors() as error:
@@ -268,7 +278,7 @@ class AwsService:
             return resources.TrainingJob.get(name, session=self._session, region=self._region)
 
     def summaries(self, *, since: float | None = None, name_contains: str = "") -> Iterator[dict[str, Any]]:
-        """Pages of a hundred."""
+        """Yield jobs, newest first, created after *since* (seconds since the epoch), in pages of a hundred."""
         query: dict[str, Any] = {"SortBy": "CreationTime", "SortOrder": "Descending", "MaxResults": 100}
         if since is not None:
             query["CreationTimeAfter"] = datetime.fromtimestamp(since, UTC)
@@ -292,7 +302,7 @@ class AwsService:
     # -- logs
 
     def streams(self, name: str) -> list[str]:
-        """Return the log streams whose names begin with the job's."""
+        """Return the log streams of a job, ``<job>/algo-<n>-<number>``, oldest first; none while it has not started."""
         query = {"logGroupName": LOG_GROUP, "logStreamNamePrefix": f"{name}/"}
         found: list[tuple[int, str]] = []
         with self._errors("logs:DescribeLogStreams", ("ResourceNotFoundException",)):
@@ -301,7 +311,7 @@ class AwsService:
         return [stream for _, stream in sorted(found)]
 
     def events(self, stream: str, token: str | None) -> tuple[list[str], str | None]:
-        """Return one page of messages, and the token of the next one."""
+        """Return the messages of a stream after *token*, and the token to go on with; none at its present end."""
         query: dict[str, Any] = {"logGroupName": LOG_GROUP, "logStreamName": stream, "startFromHead": True}
         if token:
             query["nextToken"] = token
@@ -313,7 +323,7 @@ class AwsService:
     # -- secrets
 
     def put_secret(self, name: str, text: str, *, kms_key: str | None = None, tags: Mapping[str, str]) -> None:
-        """In Secrets Manager."""
+        """Create the secret in Secrets Manager, or replace its value."""
         client = self._client("secretsmanager")
         key = {"KmsKeyId": kms_key} if kms_key else {}
         pairs = [{"Key": each, "Value": value} for each, value in tags.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import (
@@ -16,7 +17,7 @@ from orc.launchers.backends.base import (
     Snapshot,
     raise_untold,
 )
-from orc.launchers.backends.sagemaker.rendering import local_mode, render_plan
+from orc.launchers.backends.sagemaker.rendering import render_plan
 from orc.launchers.backends.sagemaker.settings import read_cluster_settings, read_settings
 from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.findings import Finding
@@ -25,29 +26,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from orc.launchers.backends.sagemaker.aws import AwsService
-    from orc.launchers.backends.sagemaker.service import Service
     from orc.launchers.backends.sagemaker.training_jobs import TrainingJobs
     from orc.launchers.ids import AttemptId
     from orc.launchers.plan import Plan
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
 
-AWS = ""
-LOCAL = ("contract", "docker")
-
 
 class SagemakerBackend(Backend):
-    """Attempts as training jobs of one account and region, which *service* (AWS unless given) speaks to.
-
-    Attempts under the local contract, or in SageMaker's local mode, run on this machine; their handles say so.
-    """
+    """Attempts as training jobs of one account and region."""
 
     kind = "sagemaker"
     visibility_s = 30.0
     lost_after_s = 60.0
-    local_contract = "resources.options.sagemaker.local=contract"
 
-    def __init__(self, cluster: Cluster, *, state_dir: Path | None = None, service: Service | None = None) -> None:
+    def __init__(self, cluster: Cluster, *, state_dir: Path | None = None) -> None:
         super().__init__(cluster, state_dir=state_dir)
         self.place = read_cluster_settings(cluster)
         if cluster.root is not None:
@@ -65,8 +58,6 @@ class SagemakerBackend(Backend):
                 hint="Write it under `options:`, as in  region: us-east-1.",
             )
         self.region = self.place.region
-        self._service = service
-        self._opened: dict[str, TrainingJobs] = {}
 
     @property
     def root(self) -> str:
@@ -77,45 +68,32 @@ class SagemakerBackend(Backend):
         return s3_location_of(Settings(place=self.place), self.region).uri
 
     def checkpoint_dir(self, spec: Mapping[str, Any], job: str) -> str:
-        """Return the place in S3, or its stand-in on this machine under the local contract."""
+        """Return the place in S3."""
         from orc.launchers.backends.sagemaker.rendering import checkpoints_of
         from orc.launchers.spec import JobSpec
 
         given = spec["checkpoint"]["dir"]
         if given and "://" in given:
             return str(given)
-        return checkpoints_of(JobSpec.model_validate(dict(spec)), job, self.cluster, self.state_dir)
+        return checkpoints_of(JobSpec.model_validate(dict(spec)), job, self.cluster)
 
-    @property
+    @cached_property
     def aws(self) -> AwsService:
         """AWS itself, with the cluster's profile, region and endpoint."""
         from orc.launchers.backends.sagemaker.aws import AwsService
 
         return AwsService(self.place, self.region, f"cluster {self.cluster.name}")
 
-    def _jobs(self, mode: str) -> TrainingJobs:
-        """AWS, or this machine in one of its modes; connected at the first call."""
+    @cached_property
+    def _jobs(self) -> TrainingJobs:
         from orc.launchers.backends.sagemaker.training_jobs import TrainingJobs
 
-        if mode not in self._opened:
-            if mode == AWS:
-                service = self._service or self.aws
-            else:
-                from orc.launchers.backends.sagemaker.local import open_local_service
-
-                service = open_local_service("docker" if mode == "docker" else "contract", self.state_dir)
-            native = f"local:{mode}:" if mode else ""
-            self._opened[mode] = TrainingJobs(service, self.place, self.region, self.cluster.name, native)
-        return self._opened[mode]
-
-    def _jobs_of(self, handle: Handle) -> TrainingJobs:
-        where, _, rest = handle.native_id.partition(":")
-        return self._jobs(rest.partition(":")[0] if where == "local" else AWS)
+        return TrainingJobs(self.aws, self.place, self.region, self.cluster.name)
 
     def close(self) -> None:
         """Close all connections; they are made anew when they are needed again."""
-        for jobs in self._opened.values():
-            jobs.service.close()
+        if "aws" in self.__dict__:
+            self.aws.close()
 
     # -- before the start
 
@@ -125,55 +103,42 @@ class SagemakerBackend(Backend):
 
     def preflight(self, plan: Plan) -> list[Finding]:
         """Do the credentials work, is the bucket there, can the role be used, does the image suit?"""
-        return self._jobs(local_mode(plan)).preflight(plan)
+        return self._jobs.preflight(plan)
 
     def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
         """Upload the snapshot's trees as one archive, unless they are there."""
-        self._jobs(local_mode(plan) if plan else AWS).stage(snapshot, self.state_dir, plan)
+        self._jobs.stage(snapshot, self.state_dir)
 
     # -- the start
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
         """Upload the attempt's inputs, then send the request. A job that is there already is adopted."""
-        return self._jobs(local_mode(plan)).submit(plan, secrets)
+        return self._jobs.submit(plan, secrets)
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
-        """On this machine if it was submitted here, else at AWS."""
-        here = LOCAL if (self.state_dir / "sagemaker").is_dir() else ()
-        # With a local mode nothing is ever sent to AWS.
-        mode = next((m for m in here if self._jobs(m).has_submission(marker)), read_settings(self.cluster).local_mode)
-        handle = self._jobs(mode).find(marker)
+        """Return the training job that the attempt's request names."""
+        handle = self._jobs.find(marker)
         if handle is None and not complete:  # what has its inputs and no training job is to have none
-            self._jobs(mode).forget(marker)
+            self._jobs.forget(marker)
         return handle
 
     # -- afterwards
 
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
         """Return observations: few jobs are described, many listed; the agents' records tell the ends apart."""
-        found: dict[Handle, Observation] = {}
-        for jobs, own in self._by_service(handles):
-            found.update(jobs.poll(own))
-        return found
-
-    def _by_service(self, handles: Sequence[Handle]) -> list[tuple[TrainingJobs, list[Handle]]]:
-        grouped: dict[str, tuple[TrainingJobs, list[Handle]]] = {}
-        for handle in handles:
-            jobs = self._jobs_of(handle)
-            grouped.setdefault(jobs.native, (jobs, []))[1].append(handle)
-        return list(grouped.values())
+        return self._jobs.poll(handles)
 
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
         """Return the selectors of the hosts that have printed something so far."""
-        return self._jobs_of(handle).log_selectors(handle)
+        return self._jobs.log_selectors(handle)
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
         """From CloudWatch; nothing while it has nothing."""
-        return self._jobs_of(handle).read_log(handle, selector, offset)
+        return self._jobs.read_log(handle, selector, offset)
 
     def read_file(self, handle: Handle, name: str, offset: int = 0, limit: int | None = None) -> bytes:
         """From the job's directory, as SageMaker has brought it to S3 last."""
-        return self._jobs_of(handle).read_file(handle, name, offset, limit)
+        return self._jobs.read_file(handle, name, offset, limit)
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
         """StopTrainingJob: SIGTERM, and SIGKILL after 120 seconds; the agents keep to the job's own grace in between.
@@ -182,13 +147,12 @@ class SagemakerBackend(Backend):
         """
         untold: dict[str, LaunchError] = {}
         for handle in handles:
-            jobs = self._jobs_of(handle)
             try:
-                jobs.service.stop(jobs.name_of(handle))
+                self.aws.stop(handle.native_id)
             except LaunchError as error:
                 untold[handle.marker] = error
         raise_untold(untold)
 
     def reap(self, handle: Handle) -> None:
         """Delete what is private of an attempt whose end SageMaker did not tell; instances end by themselves."""
-        self._jobs_of(handle).forget(handle.marker)
+        self._jobs.forget(handle.marker)

@@ -39,12 +39,12 @@ def given(**values: Any) -> dict[str, Any]:
 
 def _wrong(settings: Settings, entry: Channel) -> Iterator[tuple[str, str]]:
     mode = entry.input_mode or settings.input_mode
-    if (entry.s3_data or "").startswith("file://") and not settings.local_mode:
+    if (entry.s3_data or "").startswith("file://"):
         yield (
             f"SageMaker cannot read {entry.s3_data}, which is on this machine",
-            "Copy it to S3 (`aws s3 sync`), or try the job with --local-contract.",
+            "Copy it to S3 (`aws s3 sync`), or run the job here (`--cluster local`).",
         )
-    if entry.file_system_id and not settings.subnets and not settings.local_mode:
+    if entry.file_system_id and not settings.subnets:
         yield "a file system is reached from a VPC alone", "Set subnets and security_group_ids to those that see it."
     if entry.s3_data_type == "AugmentedManifestFile" and mode != "Pipe":
         yield f"an AugmentedManifestFile is read with input_mode Pipe, not {mode}", "Set input_mode: Pipe for it."

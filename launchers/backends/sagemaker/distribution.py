@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.sagemaker.instances import Instance, instances
-from orc.launchers.backends.sagemaker.settings import LOCAL_TYPES, Settings
+from orc.launchers.backends.sagemaker.settings import Settings
 from orc.launchers.errors import RenderError
 
 if TYPE_CHECKING:
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # What SageMaker gives a container between SIGTERM and SIGKILL, less what the agents need to write down how it ended.
 MAX_GRACE_S = 115.0
+# Words of the SDK for a container on this machine.
+LOCAL_TYPES = ("local", "local_gpu")
 # Instances with the network that SageMaker's data-parallel library is made for.
 DATA_PARALLEL = ("ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4d.24xlarge", "ml.p4de.24xlarge", "ml.p5.48xlarge")
 
@@ -21,8 +23,6 @@ DATA_PARALLEL = ("ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4d.24xlarge", "ml.p4
 def instance_of(job: JobSpec, settings: Settings) -> Instance:
     """Return the instance type of the job. Raises `RenderError` for an unknown one, with the nearest type."""
     name = settings.instance_type
-    if name is None and settings.local_mode:
-        name = "local"
     if name is None:
         raise RenderError(
             "no instance type is given",
@@ -30,7 +30,13 @@ def instance_of(job: JobSpec, settings: Settings) -> Instance:
             hint="Set resources.options.sagemaker.instance_type, like ml.g5.2xlarge, or the cluster's.",
         )
     if name in LOCAL_TYPES:
-        return Instance(name, 0, 0, 0)
+        image = settings.image_uri or "IMAGE"
+        raise RenderError(
+            f"instance_type: {name} is the local mode of SageMaker's SDK, which is no cluster",
+            where=job.name,
+            hint="The same job runs on this machine, in the same image by docker, with  "
+            f"--cluster local --set environment.container={image}",
+        )
     found = instances().get(name)
     if found is None:
         from orc.launchers.spec.problems import nearest
@@ -126,7 +132,7 @@ def _launcher(job: JobSpec, settings: Settings) -> dict[str, Any]:
 def _distribution(job: JobSpec, settings: Settings) -> str | None:
     default = "data_parallel" if settings.distributed_type == "DATA_PARALLEL" else None
     kind = settings.distribution.kind if settings.distribution else default
-    if kind == "data_parallel" and settings.instance_type not in (*DATA_PARALLEL, *LOCAL_TYPES):
+    if kind == "data_parallel" and settings.instance_type not in DATA_PARALLEL:
         raise RenderError(
             f"SageMaker's data parallelism does not run on {settings.instance_type}",
             where=job.name,
@@ -137,14 +143,12 @@ def _distribution(job: JobSpec, settings: Settings) -> str | None:
 
 def _environment(job: JobSpec, settings: Settings) -> dict[str, str]:
     """SageMaker's data-parallel library takes the place of NCCL where the runtime opens the process group."""
-    on = _distribution(job, settings) == "data_parallel" and settings.instance_type not in LOCAL_TYPES
+    on = _distribution(job, settings) == "data_parallel"
     return {**({"ORC_COLLECTIVES": "smddp"} if on else {}), **job.env}
 
 
 def _check_size(job: JobSpec, instance: Instance) -> None:
     """Refuse what the instances do not have."""
-    if instance.name in LOCAL_TYPES:
-        return
     asked = job.resources
     cores = (asked.cpus_per_proc or 0) * asked.nproc
     memory = (asked.memory_bytes or 0) / (1 << 30)

@@ -461,9 +461,6 @@ def run() -> int:
     config = read_json(f"{source}/agent.json")
     if int(config["nnodes"]) != len(hosts):
         raise Failure(f"the job was made for {config['nnodes']} hosts, and there are {len(hosts)}: {', '.join(hosts)}")
-    port = os.environ.pop("ORC_SAGEMAKER_PORT", "")
-    if port and config.get("hub"):  # hosts that share the ports of one machine with other jobs
-        config["hub"] = {**config["hub"], "port": int(port)}
     os.environ.update(sagemaker_variables(resources, channels, hyperparameters))
     unpack(f"{ML}/input/data/orc/source.tar.gz", str(config["root"]))
     for directory in (f"{ML}/model", f"{ML}/output/data"):

@@ -15,7 +15,7 @@ from orc.launchers.backends.base import LogSelector
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from orc.launchers.backends.sagemaker.service import Service
+    from orc.launchers.backends.sagemaker.aws import AwsService
 
 _RANK = re.compile(r"\[rank (?P<rank>\d+)(?P<piece>~?)\] ?")
 
@@ -31,7 +31,7 @@ class Cursor:
 class Logs:
     """Reads logs, and remembers where it was, so that following one does not read it from the start each time."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: AwsService) -> None:
         self._service = service
         self._cursors: dict[tuple[str, LogSelector], Cursor] = {}
         self._nodes: dict[tuple[str, int], int] = {}  # job, rank -> the node that runs it

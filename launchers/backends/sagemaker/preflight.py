@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.sagemaker.images import is_pending, pending, python_of
 from orc.launchers.backends.sagemaker.names import ACCOUNT, is_default_bucket, split_uri
-from orc.launchers.backends.sagemaker.rendering import local_mode, request_of
+from orc.launchers.backends.sagemaker.rendering import request_of
 from orc.launchers.errors import BackendUnreachable, LaunchError
 from orc.launchers.findings import Finding
 from orc.launchers.oldest_python import python_problem
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.sagemaker.service import Service
+    from orc.launchers.backends.sagemaker.aws import AwsService
     from orc.launchers.plan import Plan
 
 
-def check(service: Service, plan: Plan, cluster: str) -> list[Finding]:
+def check(service: AwsService, plan: Plan, cluster: str) -> list[Finding]:
     """Return the findings about *plan*: what stands in its way, and what may surprise."""
     findings: list[Finding] = []
     request = request_of(plan)
@@ -50,7 +49,7 @@ def check(service: Service, plan: Plan, cluster: str) -> list[Finding]:
         what = "enable_network_isolation: without a network the job cannot install its requirements"
         hint = "Put them into an image (`image_uri`), and set install_requirements: false."
         findings.append(Finding("warning", what, cluster, hint))
-    return [*findings, *_python(image, cluster), *_not_the_image(plan, image, cluster)]
+    return [*findings, *_python(image, cluster)]
 
 
 def _python(image: str, cluster: str) -> Iterator[Finding]:
@@ -63,19 +62,6 @@ def _python(image: str, cluster: str) -> Iterator[Finding]:
             cluster,
             "Ask for a later pytorch_version or transformers_version, or give an image_uri.",
         )
-
-
-def _not_the_image(plan: Plan, image: str, cluster: str) -> Iterator[Finding]:
-    """Warn that the contract without docker has no images: what runs is this machine's Python."""
-    if local_mode(plan) != "contract":
-        return
-    here = "{}.{}".format(*sys.version_info)
-    yield Finding(
-        "warning",
-        f"the local contract runs the job on this machine's Python {here}, not in the image {image}",
-        cluster,
-        "Whether the job runs in the image is shown by `local: docker`, or on SageMaker.",
-    )
 
 
 def _no_bucket(bucket: str, cluster: str, *, default: bool) -> Finding:

@@ -109,7 +109,7 @@ def s3_uri(value: Any) -> str:
 
 
 def data_uri(value: Any) -> str:
-    """``s3://bucket/prefix``, or ``file:///directory`` for jobs that run on this machine."""
+    """``s3://bucket/prefix``; ``file:///directory`` is refused later, with the name of the channel."""
     return str(word(value)) if str(value).startswith("file:///") else s3_uri(value)
 
 

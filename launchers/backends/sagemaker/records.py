@@ -11,7 +11,7 @@ from orc.launchers.attempts.reader import AttemptRecords, read_attempts
 from orc.launchers.backends.sagemaker.rendering import AGENT, RECORDS
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.sagemaker.service import Service
+    from orc.launchers.backends.sagemaker.aws import AwsService
     from orc.launchers.remote.transport import Transport
 
 
@@ -47,7 +47,7 @@ class AttemptInputs:
 class _Objects:
     """As much of a `Transport` as reading records takes; ``agent.json`` is where the submission has put it."""
 
-    def __init__(self, service: Service, inputs: Iterable[AttemptInputs]) -> None:
+    def __init__(self, service: AwsService, inputs: Iterable[AttemptInputs]) -> None:
         self._service = service
         self._agents = {f"{each.records_uri}/{AGENT}": each.config for each in inputs}
 
@@ -57,7 +57,7 @@ class _Objects:
         return {**self._service.get_many([path for path in wanted if path not in own], limit), **own}
 
 
-def read_records(service: Service, inputs: Sequence[AttemptInputs]) -> dict[str, AttemptRecords]:
+def read_records(service: AwsService, inputs: Sequence[AttemptInputs]) -> dict[str, AttemptRecords]:
     """The records of many attempts, by `AttemptInputs.records_uri`."""
     directories = [each.records_uri for each in inputs]
     return read_attempts(cast("Transport", _Objects(service, inputs)), directories)

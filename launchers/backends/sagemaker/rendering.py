@@ -27,8 +27,6 @@ from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan, PlanCommand, PlanFile
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.ids import AttemptId
     from orc.launchers.spec import JobSpec
@@ -99,24 +97,11 @@ def render_plan(
         cluster=cluster.name,
         backend="sagemaker",
         files=(agents, order),
-        commands=(_command(settings, order.path, region),),
+        commands=(PlanCommand((f"sagemaker:{_CREATE}", order.path), purpose=f"start it in {region}"),),
         env=config.env,
         trees=snapshot.digests,
         secrets=tuple(job.secrets),
     )
-
-
-def _command(settings: Settings, path: str, region: str) -> PlanCommand:
-    if mode := settings.local_mode:
-        purpose = "start it on this machine"
-        return PlanCommand((f"local:{mode}:{_CREATE}", path), purpose=purpose)
-    return PlanCommand((f"sagemaker:{_CREATE}", path), purpose=f"start it in {region}")
-
-
-def local_mode(plan: Plan) -> str:
-    """Return the local mode of the plan's attempt: ``docker`` or ``contract``; empty when it runs at AWS."""
-    where, _, rest = plan.commands[0].argv[0].partition(":")
-    return rest.partition(":")[0] if where == "local" else ""
 
 
 def request_of(plan: Plan) -> dict[str, Any]:
@@ -155,26 +140,21 @@ def _config(
     if nodes > 1:
         config = config.replace(link=True, min_nodes=nodes, hub={"port": HUB_PORT, "addresses": ["algo-1"]})
     own: dict[str, Any] = {}
-    if job.secrets and settings.place.secrets == "secretsmanager" and not settings.local_mode:
+    if job.secrets and settings.place.secrets == "secretsmanager":
         own["secrets"] = {"from": "secretsmanager", "id": secret_name(attempt), "region": region}
     elif job.secrets:
         own["secrets"] = {"from": "channel"}
     return config.replace(backend=own) if own else config
 
 
-def checkpoints_of(job: JobSpec, job_id: str, cluster: Cluster, state_dir: Path) -> str:
-    """Return the place of a job's checkpoints, for people: in S3, or below *state_dir* where nothing is sent to AWS."""
+def checkpoints_of(job: JobSpec, job_id: str, cluster: Cluster) -> str:
+    """Return the place of a job's checkpoints in S3, for people."""
     from orc.launchers.ids import AttemptId
 
     settings = read_settings(cluster, job)
     location = s3_location_of(settings, settings.place.region or "<region>")
     kept = checkpoint_uri(settings, location, AttemptId(job_id, 1))
-    uri = f"{kept}/{RECORDS}/{job_id}/{job.checkpoint.dir}" if job.checkpoint.dir else kept
-    if settings.local_mode:
-        from orc.launchers.backends.sagemaker.local import place_of
-
-        return str(place_of(uri, state_dir))
-    return uri
+    return f"{kept}/{RECORDS}/{job_id}/{job.checkpoint.dir}" if job.checkpoint.dir else kept
 
 
 def secret_name(attempt: AttemptId) -> str:

@@ -126,7 +126,7 @@ def _refuse(job: JobSpec, settings: Settings, instance: Instance) -> None:
     if len(settings.environment) + 1 > MAX_VARIABLES:
         what = f"environment: {len(settings.environment)} variables; there is room for {MAX_VARIABLES - 1}"
         wrong.append((what, "Use the job's own `env`, which has no limit."))
-    secrets = job.secrets and settings.place.secrets == "secretsmanager" and not settings.local_mode
+    secrets = job.secrets and settings.place.secrets == "secretsmanager"
     if secrets and settings.enable_network_isolation:
         what = "enable_network_isolation: without a network the job cannot ask Secrets Manager for its secrets"
         wrong.append((what, "Set `secrets: s3` in the cluster's options."))
@@ -158,9 +158,13 @@ def _stock_image(job: JobSpec, settings: Settings, instance: Instance, region: s
             where=job.name,
             hint="Give an image_uri with the Neuron SDK.",
         )
-    gpu = instance.gpus > 0 or instance.name == "local_gpu"
     image = Image(
-        settings.pytorch_version, settings.transformers_version, settings.py_version, gpu, instance.name, region
+        settings.pytorch_version,
+        settings.transformers_version,
+        settings.py_version,
+        instance.gpus > 0,
+        instance.name,
+        region,
     )
     try:
         return image.uri
@@ -169,8 +173,6 @@ def _stock_image(job: JobSpec, settings: Settings, instance: Instance, region: s
 
 
 def _role(job: JobSpec, settings: Settings, region: str) -> str:
-    if settings.role is None and settings.local_mode:
-        return "arn:aws:iam::000000000000:role/local"
     if settings.role is None:
         raise RenderError(
             "no execution role is given",

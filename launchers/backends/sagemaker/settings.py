@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
 
-LOCAL_TYPES = ("local", "local_gpu")
 MAX_RUN_S = 28 * 24 * 3600
 # Key of the cluster that names a table -> the setting in it, and its columns.
 TABLES = {
@@ -106,9 +105,7 @@ class Settings(FrozenModel):
     """Settings of one training job: the job's own values over the cluster's."""
 
     place: ClusterSettings = ClusterSettings.model_construct()
-    instance_type: Word | None = _key(
-        None, "`ResourceConfig.InstanceType`", "Like ml.p4d.24xlarge; `local` for the local mode."
-    )
+    instance_type: Word | None = _key(None, "`ResourceConfig.InstanceType`", "Like ml.p4d.24xlarge.")
     instance_count: Annotated[int, whole(1, 1000)] | None = _key(
         None, "`resources.nodes`", "Number of instances; must agree with the job's nodes."
     )
@@ -212,16 +209,6 @@ class Settings(FrozenModel):
     enable_infra_check: Truth | None = _key(None, "`InfraCheckConfig`", "Check the instances first.")
     enable_remote_debug: Truth | None = _key(None, "`RemoteDebugConfig`", "Allow shells in the container.")
     enable_session_tag_chaining: Truth | None = _key(None, "`SessionChainingConfig`", "Pass tags on.")
-    local: Literal["contract"] | None = _key(
-        None, "where the job runs", "contract: on this machine, as SageMaker would."
-    )
-
-    @property
-    def local_mode(self) -> str:
-        """Local mode of the job: ``docker`` or ``contract``; empty when it runs at AWS."""
-        if self.instance_type in LOCAL_TYPES:
-            return self.local or "docker"
-        return self.local or ""
 
 
 def cluster_fields() -> dict[str, FieldInfo]:

@@ -1,4 +1,4 @@
-"""Training jobs of one service (AWS, or this machine in its stead): submission, status, logs, cleanup."""
+"""Training jobs of one account and region: submission, status, logs, cleanup."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from orc.launchers.attempts.reader import AttemptRecords
+    from orc.launchers.backends.sagemaker.aws import AwsService
     from orc.launchers.backends.sagemaker.logs import Logs
     from orc.launchers.backends.sagemaker.records import AttemptInputs
-    from orc.launchers.backends.sagemaker.service import Service
     from orc.launchers.backends.sagemaker.settings import ClusterSettings
     from orc.launchers.backends.sagemaker.verdict import Job
     from orc.launchers.plan import Plan
@@ -43,20 +43,17 @@ _log = logging.getLogger(__name__)
 FEW = 10
 # Of so many running attempts the records are read as well, for what the runtime tells of its progress.
 WATCHED = 25
-STAGED = "staged"
 _LISTED_BEFORE_S = 300.0  # clocks differ
 
 
 class TrainingJobs:
-    """The training jobs of one service. *native* is what their names have in front of them in handles."""
+    """The training jobs of one account and region."""
 
-    def __init__(self, service: Service, place: ClusterSettings, region: str, cluster: str, native: str = "") -> None:
+    def __init__(self, service: AwsService, place: ClusterSettings, region: str, cluster: str) -> None:
         self.service = service
-        # Secrets Manager is AWS's; what stays on this machine needs none.
-        self.place = place.model_copy(update={"secrets": "s3"}) if native else place
+        self.place = place
         self.region = region
         self.cluster = cluster
-        self.native = native
         self._inputs: dict[str, AttemptInputs] = {}
 
     @cached_property
@@ -72,10 +69,6 @@ class TrainingJobs:
         bucket = self.place.bucket or default_bucket(self.region, self.service.account())
         return S3Location(bucket, self.place.prefix.strip("/"))
 
-    def name_of(self, handle: Handle) -> str:
-        """The training job of an attempt."""
-        return handle.native_id.removeprefix(self.native)
-
     # -- before the start
 
     def preflight(self, plan: Plan) -> list[Finding]:
@@ -84,7 +77,7 @@ class TrainingJobs:
 
         return check(self.service, plan, self.cluster)
 
-    def stage(self, snapshot: Snapshot, state_dir: Path, plan: Plan | None = None) -> None:
+    def stage(self, snapshot: Snapshot, state_dir: Path) -> None:
         """Upload the snapshot's trees as one archive, unless they are there. The archive comes last."""
         import tempfile
         from pathlib import Path
@@ -97,8 +90,6 @@ class TrainingJobs:
         place, store = self.location.snapshot(source_digest(snapshot)), ContentStore(state_dir / "store")
         if is_default_bucket(self.location.bucket) and not self.service.has_bucket(self.location.bucket):
             self.service.create_bucket(self.location.bucket)
-        if self.native and plan is not None:  # where a submission that is cut off is to be looked for
-            self.service.put(self.location.attempt(plan.attempt) + STAGED, b"")
         if self.service.exists(place + SOURCE):
             return
         key = self.place.s3_kms_key
@@ -117,7 +108,7 @@ class TrainingJobs:
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
         """Upload files and secrets, then send the request; a job that is there is adopted."""
-        from orc.launchers.backends.sagemaker.service import NameTaken
+        from orc.launchers.backends.sagemaker.aws import NameTaken
 
         secrets = require_secrets(plan, secrets)
         try:
@@ -205,10 +196,6 @@ class TrainingJobs:
         if left := self._remove_private(AttemptId.from_marker(marker), inputs.config):
             _log.warning("%s: its %s", marker, left)
 
-    def has_submission(self, marker: str) -> bool:
-        """Return True when the attempt was submitted to this machine."""
-        return self.service.exists(self.location.attempt(AttemptId.from_marker(marker)) + STAGED)
-
     def find(self, marker: str) -> Handle | None:
         """Look for the training job that the attempt's request names; objects are there before the job is."""
         inputs = self._inputs_of([marker]).get(marker)
@@ -228,7 +215,7 @@ class TrainingJobs:
         return self._handle(marker, name, data["CreationTime"].timestamp()) if found == marker else None
 
     def _handle(self, marker: str, name: str, at: float) -> Handle:
-        return Handle(self.cluster, "sagemaker", marker, self.native + name, at)
+        return Handle(self.cluster, "sagemaker", marker, name, at)
 
     # -- afterwards
 
@@ -236,7 +223,7 @@ class TrainingJobs:
         """Few one by one, many by lists; a description only of what has ended; the records of what has ended."""
         now = time.time()
         rows = self._look(handles)
-        jobs = {handle: rows.get(self.name_of(handle)) for handle in handles}
+        jobs = {handle: rows.get(handle.native_id) for handle in handles}
         ended = [handle for handle, job in jobs.items() if job is not None and job.ended]
         running = [handle for handle, job in jobs.items() if job is not None and not job.ended]
         records = self._records([*ended, *(running if len(running) <= WATCHED else ())])
@@ -259,7 +246,7 @@ class TrainingJobs:
         """The training jobs by name; those that have ended with all about them."""
         from orc.launchers.backends.sagemaker.verdict import Job
 
-        names = [self.name_of(handle) for handle in handles]
+        names = [handle.native_id for handle in handles]
         found: dict[str, Job] = {}
         if len(names) > FEW:
             since = min(handle.submitted_at for handle in handles) - _LISTED_BEFORE_S
@@ -305,13 +292,13 @@ class TrainingJobs:
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
         """Return the selectors of the hosts that CloudWatch has a stream of."""
         inputs = self._inputs_of([handle.marker]).get(handle.marker)
-        return self.logs.selectors(self.name_of(handle), inputs.nnodes, inputs.nproc) if inputs else []
+        return self.logs.selectors(handle.native_id, inputs.nnodes, inputs.nproc) if inputs else []
 
     def read_log(self, handle: Handle, selector: LogSelector, offset: int) -> Iterator[LogChunk]:
         """From CloudWatch; nothing while it has nothing."""
         inputs = self._inputs_of([handle.marker]).get(handle.marker)
         nproc = inputs.nproc if inputs else 1
-        for data in self.logs.read(self.name_of(handle), selector, offset, nproc=nproc):
+        for data in self.logs.read(handle.native_id, selector, offset, nproc=nproc):
             yield LogChunk(selector, offset, data)
             offset += len(data)
 

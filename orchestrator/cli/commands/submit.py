@@ -65,11 +65,6 @@ yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask whether 
 @job_file_argument
 @cluster_option
 @set_option
-@click.option(
-    "--local-contract",
-    is_flag=True,
-    help="On a cluster of kind sagemaker: run it here, in containers like SageMaker's; AWS is not asked.",
-)
 @after_option
 @group_options
 @click.option(
@@ -84,7 +79,6 @@ def command(
     job_file: str,
     cluster: str | None,
     overrides: tuple[str, ...],
-    local_contract: bool,
     after: tuple[str, ...],
     array: str | None,
     max_parallel: int | None,
@@ -110,10 +104,6 @@ def command(
 
     overrides = (*overrides, *([f"array={array}"] if array is not None else ()))
     overrides = (*overrides, *([f"max_parallel={max_parallel}"] if max_parallel is not None else ()))
-    if local_contract:  # which needs less than the platform does, so it is known before anything is checked
-        from orc.launchers.spec import load_job
-
-        overrides = (*overrides, _local_contract(load_job(job_file, overrides, cluster=cluster).spec.cluster))
     if priority is not None:
         overrides = (*overrides, f"priority={priority}")
     loaded = check_jobs(job_file, overrides, cluster, needs_clusters=dry_run)
@@ -139,23 +129,6 @@ def command(
         bell=bell,
         as_json=as_json,
         yes=yes,
-    )
-
-
-def _local_contract(name: str) -> str:
-    """Return the override that runs a job for the cluster *name* here. Raises `SpecError` where there is none."""
-    from orc.launchers.backends import backend_class
-    from orc.launchers.errors import SpecError
-    from orc.launchers.plugins import BACKENDS
-    from orc.launchers.spec.clusters import get_cluster
-
-    cluster = get_cluster(name)
-    if override := backend_class(cluster.kind).local_contract:
-        return override
-    others = ", ".join(kind for kind in BACKENDS.kinds() if backend_class(kind).local_contract)
-    raise SpecError(
-        f"--local-contract runs a job here as its platform would, and the cluster {name} is of kind {cluster.kind}",
-        hint=f"Choose one of kind {others} with --cluster, or leave --local-contract out.",
     )
 
 

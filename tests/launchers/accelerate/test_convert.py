@@ -9,8 +9,8 @@ import yaml
 
 from orc.launchers.accelerate.config_file import read_config
 from orc.launchers.accelerate.convert import Conversion, convert
-from orc.launchers.accelerate.places import NEWEST_IMAGE
-from orc.launchers.backends.sagemaker.images import HUGGINGFACE
+from orc.launchers.accelerate.places import NEWEST_IMAGE, STOCK_IMAGE
+from orc.launchers.backends.sagemaker.images import HUGGINGFACE, Image
 from orc.launchers.errors import SpecError
 from orc.launchers.plan import Plan
 from orc.launchers.spec import load_job
@@ -108,6 +108,15 @@ def test_sagemaker_settings_go_to_the_cluster_and_what_is_the_jobs_stays_with_it
     (transformers, torch), (python, _) = list(HUGGINGFACE.items())[-1]
     assert list(NEWEST_IMAGE.values()) == [python, torch, transformers]
     assert old.job["resources"]["options"]["sagemaker"]["distributed_type"] == "DATA_PARALLEL"
+
+
+def test_the_documented_local_mode_is_a_job_in_its_image_on_this_machine() -> None:
+    made = conversion("sagemaker-local")
+    here = {"kind": "local", "environment": {"container": STOCK_IMAGE}}
+    assert (made.job["cluster"], made.clusters) == ("sagemaker-local", {"sagemaker-local": here})
+    assert (made.job["env"], made.job["setup"]) == ({"SM_MODEL_DIR": "model"}, ["mkdir -p model"])
+    assert {note.key for note in made.notes} == {"iam_role_name", "image_uri", "profile", "pytorch_version", "region"}
+    assert Image(None, None, None, False, "ml.c5.xlarge", "us-east-1").uri == STOCK_IMAGE
 
 
 def test_a_tpu_pod_gets_its_variables_commands_and_a_cluster() -> None:

@@ -35,7 +35,6 @@ from orc.launchers.backends.base import (
     Snapshot,
     SupportsProvisioning,
 )
-from orc.launchers.backends.sagemaker import SagemakerBackend
 from orc.launchers.backends.sagemaker.names import training_job_name
 from orc.launchers.backends.slurm import SlurmBackend
 from orc.launchers.backends.ssh import SshBackend
@@ -54,7 +53,6 @@ BACKENDS = [
     pytest.param("slurm-ssh", marks=[pytest.mark.slurm, pytest.mark.xdist_group("slurm")]),
     pytest.param("ssh", marks=[pytest.mark.hosts, pytest.mark.xdist_group("hosts")]),
     pytest.param("sagemaker", marks=[pytest.mark.xdist_group("sagemaker")]),
-    pytest.param("sagemaker-local", marks=[pytest.mark.xdist_group("sagemaker")]),
     "toy",
     pytest.param("tpu", marks=[pytest.mark.hosts, pytest.mark.xdist_group("hosts")]),
 ]
@@ -73,15 +71,6 @@ REPRESENTATIVE = {
         "test_a_secret_is_in_no_file_once_the_attempt_is_over",
         "test_logs_are_read_by_rank_from_a_byte_offset_and_followed",
         "test_many_attempts_are_polled_in_one_look",
-        "test_a_file_of_the_job_is_read_as_the_first_node_has_it_from_any_byte_on",
-    },
-    # The same containers, without AWS: these show everything that stands in for it.
-    "sagemaker-local": {
-        "test_nothing_is_found_before_the_submission_and_the_attempt_after_it",
-        "test_the_job_outlives_the_process_that_submitted_it",
-        "test_cancelling_lets_the_ranks_save[sagemaker-local-python]",
-        "test_the_first_failing_rank_is_named_with_its_status_and_traceback[sagemaker-local-python]",
-        "test_logs_are_read_by_rank_from_a_byte_offset_and_followed",
         "test_a_file_of_the_job_is_read_as_the_first_node_has_it_from_any_byte_on",
     },
     # Every test starts containers; what only concerns the agents is shown elsewhere.
@@ -226,12 +215,6 @@ def toy_backend(install_page: Callable[[str], Path], tmp_path: Path) -> Backend:
     return open_backend(Cluster(name="bench", kind="toy", root=str(tmp_path / "toy")))
 
 
-@pytest.fixture
-def sagemaker_local_backend() -> Backend:
-    options = {"region": "us-east-1", "instance_type": "ml.c5.2xlarge", "image_uri": "none", "arguments": "plain"}
-    return open_backend(Cluster(name="sagemaker", kind="sagemaker", options={**options, "local": "contract"}))
-
-
 @pytest.fixture(params=BACKENDS)
 def backend_under_test(request: pytest.FixtureRequest) -> Backend:
     backend: Backend = request.getfixturevalue(f"{request.param.replace('-', '_')}_backend")
@@ -258,9 +241,7 @@ def on_this_machine(plan: Plan, path: PurePosixPath) -> Sequence[Path]:
 @pytest.fixture
 def view(backend_under_test: Backend, request: pytest.FixtureRequest) -> View:
     if backend_under_test.kind == "sagemaker":
-        jobs: Path = request.getfixturevalue("orc_home") / "state" / "sagemaker" / "jobs"
-        if isinstance(backend_under_test, SagemakerBackend) and not backend_under_test.cluster.options.get("local"):
-            jobs = request.getfixturevalue("sagemaker").directory / "jobs"
+        jobs: Path = request.getfixturevalue("sagemaker").directory / "jobs"
         return lambda plan, path: in_containers(jobs / training_job_name(plan.attempt), path)
     if backend_under_test.kind == "tpu":
         pods: Pods = request.getfixturevalue("tpu_pods")

@@ -26,7 +26,6 @@ TITLES = {  # in the order of the columns; a backend that is not named here come
     "slurm": "slurm",
     "slurm-ssh": "slurm over SSH",
     "sagemaker": "sagemaker",
-    "sagemaker-local": "sagemaker local contract",
     "tpu": "tpu",
     "toy": "toy (a package of its own)",
 }

@@ -28,8 +28,7 @@ from moto.s3.models import s3_backends
 from moto.sagemaker import models, responses
 from moto.sagemaker.exceptions import ResourceInUseException, ValidationError
 from moto.server import ThreadedMotoServer
-
-from orc.launchers.backends.sagemaker.local.training import TERMINAL, PlatformSettings, Training
+from sagemaker_training import TERMINAL, PlatformSettings, Training
 
 ACCOUNT, REGION = "123456789012", "us-east-1"
 GROUP = "/aws/sagemaker/TrainingJobs"

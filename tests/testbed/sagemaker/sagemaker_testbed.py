@@ -102,7 +102,7 @@ def _sagemaker_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sage
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    from orc.launchers.backends.sagemaker.local.containers import unsupported_reason
+    from sagemaker_containers import unsupported_reason
 
     if why := unsupported_reason():
         pytest.skip(f"no containers: {why}")

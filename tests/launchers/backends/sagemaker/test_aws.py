@@ -168,11 +168,11 @@ def test_the_same_attempt_submitted_again_is_the_same_job(backend, snapshot) -> 
     here.stage(snapshot, plan)
     assert here.find(plan.marker) is None
     first = here.submit(plan, {})
-    token = here._jobs("").service.get(plan.files[0].path.replace("agent.json", "link.json"))
+    token = here.aws.get(plan.files[0].path.replace("agent.json", "link.json"))
     second, third = here.submit(plan, {}), backend().find(plan.marker)
     assert {handle.native_id for handle in (first, second, third)} == {first.native_id}
     assert first.native_id.startswith("demo-")
-    assert here._jobs("").service.get(plan.files[0].path.replace("agent.json", "link.json")) == token
+    assert here.aws.get(plan.files[0].path.replace("agent.json", "link.json")) == token
 
 
 def test_a_name_that_is_somebody_elses_is_refused_and_nothing_secret_is_left(sagemaker, backend, snapshot) -> None:
@@ -213,7 +213,7 @@ def test_nothing_secret_is_left_of_a_submission_that_was_cut_off_and_is_cancelle
     def cut_off(_: Any) -> None:
         raise AmbiguousSubmit("the connection was reset")
 
-    monkeypatch.setattr(here._jobs("").service, "create", cut_off)
+    monkeypatch.setattr(here.aws, "create", cut_off)
     with pytest.raises(AmbiguousSubmit):
         here.submit(plan, {"TOKEN": "hidden value"})
     assert here.find(plan.marker) is None  # it may come yet, and needs them
@@ -225,7 +225,7 @@ def test_nothing_secret_is_left_of_a_submission_that_was_cut_off_and_is_cancelle
 def test_nothing_secret_is_left_of_an_attempt_that_sagemaker_has_forgotten(sagemaker, backend, snapshot) -> None:
     here = backend()
     plan = render(here, snapshot, secrets=["TOKEN"], resources={"nodes": 2})
-    here._jobs("")._upload(plan, {"TOKEN": "hidden value"})
+    here._jobs._upload(plan, {"TOKEN": "hidden value"})
     lost = Handle("sm", "sagemaker", plan.marker, plan.marker, time.time() - 3600)
     assert here.poll([lost])[lost].phase is Phase.LOST
     here.reap(lost)
@@ -259,7 +259,7 @@ def test_a_job_that_waits_is_pending_has_no_logs_and_can_be_stopped_twice(backen
 def test_a_job_that_may_not_be_stopped_is_named_and_the_others_are_stopped(backend, snapshot, monkeypatch) -> None:
     here = backend()
     first, second = (submit(here, snapshot) for _ in range(2))
-    service = here._jobs("").service
+    service = here.aws
     stop = service.stop
 
     def refuse(name: str) -> None:
@@ -277,7 +277,7 @@ def test_a_job_that_may_not_be_stopped_is_named_and_the_others_are_stopped(backe
 
 def test_a_refused_submission_says_why_and_that_its_secrets_are_left(backend, snapshot, monkeypatch) -> None:
     here = backend()
-    service = here._jobs("").service
+    service = here.aws
 
     def refuse(what: str) -> Callable[..., None]:
         def raise_it(*_: Any, **__: Any) -> None:
@@ -306,7 +306,7 @@ def test_many_jobs_are_looked_up_in_lists_and_described_only_when_they_have_ende
         client.create_training_job(**request)
         handles.append(Handle("sm", "sagemaker", attempt.marker, attempt.marker, time.time()))
     gone = Handle("sm", "sagemaker", "orc-gone-abcdef-a1", "orc-gone-abcdef-a1", time.time() - 3600)
-    service = here._jobs("").service
+    service = here.aws
     described: list[str] = []
     describe = service.describe
     monkeypatch.setattr(service, "describe", lambda name: described.append(name) or describe(name))
@@ -373,7 +373,7 @@ def test_a_training_job_is_handed_back_as_an_object_of_the_sdk(sagemaker, backen
 
 def test_an_image_that_the_table_does_not_know_comes_from_the_sdk(backend) -> None:
     asked = Image("1.6.0", None, "py3", True, "ml.p3.2xlarge", REGION)
-    assert backend()._jobs("").service.image(asked).endswith("/pytorch-training:1.6.0-gpu-py3")
+    assert backend().aws.image(asked).endswith("/pytorch-training:1.6.0-gpu-py3")
 
 
 def test_a_role_that_sagemaker_may_not_assume_is_named(sagemaker, backend, snapshot) -> None:
@@ -386,11 +386,3 @@ def test_a_role_that_sagemaker_may_not_assume_is_named(sagemaker, backend, snaps
     here = backend(role=name)
     (finding,) = here.preflight(render(here, snapshot))
     assert "does not allow sagemaker.amazonaws.com" in finding.what
-
-
-def test_a_submission_to_this_machine_that_was_cut_off_is_not_looked_for_at_aws(backend, snapshot, monkeypatch) -> None:
-    here = backend(endpoint_url="http://127.0.0.1:9", instance_type=None)  # where nobody listens
-    plan = render(here, snapshot, {"local": "contract"})
-    here.stage(snapshot, plan)
-    assert here.find(plan.marker) is None
-    assert "" not in here._opened

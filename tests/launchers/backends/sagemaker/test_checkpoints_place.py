@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from orc.launchers.backends.sagemaker.rendering import checkpoints_of
 
 
-@pytest.mark.parametrize("mode", ["contract", None])
-def test_a_job_that_stays_on_this_machine_names_no_place_in_s3(cluster, job, tmp_path: Path, mode: str | None) -> None:
-    spec = job({"local": mode} if mode else {})
-    place = checkpoints_of(spec, "digits-k3f9a2", cluster(), tmp_path)
-    if mode:
-        assert place.startswith(f"{tmp_path}/sagemaker/s3/")
-    else:
-        assert place.startswith("s3://")
+def test_the_checkpoints_of_a_job_are_in_s3_and_a_directory_of_its_own_beside_its_records(cluster, job) -> None:
+    place = "s3://my-bucket/orc/jobs/digits-k3f9a2/checkpoints"
+    assert checkpoints_of(job(), "digits-k3f9a2", cluster()) == place
+    own = job(checkpoint={"dir": "mine"})
+    assert checkpoints_of(own, "digits-k3f9a2", cluster()) == f"{place}/.orc/digits-k3f9a2/mine"

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers.backends.sagemaker.aws import AwsService
-from orc.launchers.backends.sagemaker.service import NameTaken
+from orc.launchers.backends.sagemaker.aws import AwsService, NameTaken
 from orc.launchers.backends.sagemaker.settings import ClusterSettings
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,11 +42,3 @@ def test_an_image_in_which_no_rank_can_start_is_an_error(plan: Any, image: dict[
     assert finding.level == "error"
     assert f"the image has Python {version}; ranks need 3.10 or newer" in finding.what
     assert "pytorch_version" in finding.hint
-
-
-def test_the_local_contract_refuses_that_image_too_and_says_whose_python_runs(plan: Any) -> None:
-    refused, told = check(NO_COMPLAINTS, plan({**OLD, "local": "contract"}), "sm")
-    assert (refused.level, told.level) == ("error", "warning")
-    assert f"this machine's Python {sys.version_info[0]}.{sys.version_info[1]}, not in the image" in told.what
-    (told,) = check(NO_COMPLAINTS, plan({"local": "contract"}), "sm")
-    assert told.level == "warning"

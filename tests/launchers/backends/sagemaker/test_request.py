@@ -344,14 +344,11 @@ def test_processes_follow_from_the_instances_and_the_distribution(why, agents_fo
     assert ("torch.distributed.run" in found["command"]["launcher"]) == (launcher == "torchrun")
 
 
-def test_jobs_on_this_machine_need_neither_role_nor_bucket(plan, request_for) -> None:
-    own, options = {"local": "contract"}, {"role": None, "bucket": None, "account": None, "instance_type": None}
-    made = plan(own, options)
-    assert made.commands[0].argv[0] == "local:contract:CreateTrainingJob"
-    assert request_for(own, options)["ResourceConfig"]["InstanceType"] == "local"
-    assert plan({"instance_type": "local"}).commands[0].argv[0] == "local:docker:CreateTrainingJob"
-    files = request_for({**own, "inputs": {"train": "file:///data"}})
-    assert files["InputDataConfig"][-1]["DataSource"]["S3DataSource"]["S3Uri"] == "file:///data"
+@pytest.mark.parametrize("name", ["local", "local_gpu"])
+def test_the_local_mode_of_the_sdk_is_refused_with_the_way_to_run_the_image_here(name, plan) -> None:
+    with pytest.raises(RenderError, match=f"instance_type: {name} is the local mode") as error:
+        plan({"instance_type": name, "image_uri": "mine:1"})
+    assert "--cluster local --set environment.container=mine:1" in error.value.hint
 
 
 def test_the_partition_of_a_region_is_the_one_that_botocore_knows() -> None:

@@ -56,7 +56,6 @@ def test_sync_and_gc_look_at_its_store_and_not_at_that_of_this_machine(
 def test_it_is_checked_listed_and_refused_like_any_other(orc: Run, toy_root: Path) -> None:
     assert "nothing to complain about" in orc("clusters", "check", "bench").out
     assert ["bench", "toy", str(toy_root)] in [line.split() for line in orc("clusters").out.splitlines()]
-    assert "--local-contract" in orc("submit", "job.yaml", "--local-contract").err
 
 
 def test_its_options_are_checked_with_their_places(orc: Run, toy_root: Path, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """The containers of one training job on this machine, without docker: each host is a set of namespaces.
 
-Run as a program (``python -I -S namespaces.py SPEC.json``), standard library only. It makes user, mount and PID
-namespaces (and a network of its own, if asked to), becomes the first process there and starts every host in namespaces
-of its own: mounts (``/opt/ml``, ``/tmp``, ``/dev/shm``, ``/etc/hosts``), host name, PIDs. When this process ends,
-however it does, the kernel ends everything in them and the mounts are gone; it ends when its standard input does.
+Run as a program (``python -I -S sagemaker_namespaces.py SPEC.json``), standard library only. It makes user, mount, PID
+and network namespaces, becomes the first process there and starts every host in namespaces of its own: mounts
+(``/opt/ml``, ``/tmp``, ``/dev/shm``, ``/etc/hosts``), host name, PIDs. When this process ends, however it does, the
+kernel ends everything in them and the mounts are gone; it ends when its standard input does.
 
 It reads lines ``term HOST`` and ``kill HOST``, and prints a line of JSON for each event: ``{"started": HOST}``,
 ``{"ended": HOST, "status": n}`` (128 + n for signal n), ``{"error": text}``.
@@ -11,6 +11,7 @@ It reads lines ``term HOST`` and ``kill HOST``, and prints a line of JSON for ea
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -67,17 +68,14 @@ def die_with_parent() -> None:
 
 def tell(event: Mapping[str, Any]) -> None:
     """Print an event as one line for the parent process."""
-    try:
+    with contextlib.suppress(BrokenPipeError):  # it is gone, and so will be this process
         os.write(1, json.dumps(event).encode() + b"\n")
-    except BrokenPipeError:
-        pass  # it is gone, and so will be this process
 
 
-def enter_namespaces(private_network: bool) -> None:
+def enter_namespaces() -> None:
     """Become root of namespaces of our own. Raises `NamespaceError`."""
     uid, gid = os.geteuid(), os.getegid()
-    flags = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | (CLONE_NEWNET if private_network else 0)
-    unshare(flags, "this machine does not allow user namespaces")
+    unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET, "this machine does not allow user namespaces")
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         try:
             with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
@@ -102,7 +100,6 @@ class Host:
         self.ml = str(spec["ml"])  # what it sees as /opt/ml
         self.scratch = str(spec["scratch"])
         self.hosts_file = str(spec["hosts_file"])
-        self.binds = {str(target): str(source) for target, source in (spec.get("binds") or {}).items()}
         self.read_only = [str(path) for path in spec.get("read_only") or ()]
         self.argv = [str(word) for word in spec["argv"]]
         self.env = {str(name): str(value) for name, value in spec["env"].items()}
@@ -173,8 +170,6 @@ class Host:
             protect(path)
         opt = os.path.join(self.scratch, "opt")
         prepare_host(opt, self.ml)
-        for target, source in self.binds.items():
-            mount(source, os.path.join(opt, "ml", target), flags=MS_BIND | MS_REC)
         mount(opt, "/opt", flags=MS_BIND | MS_REC)
         needed = [self.argv[0], *self.env.get("PATH", "").split(":"), os.path.realpath(sys.executable)]
         own = os.path.join(self.scratch, "tmp")
@@ -215,12 +210,11 @@ def prepare_host(opt: str, ml: str) -> None:
     mount(ml, os.path.join(opt, "ml"), flags=MS_BIND | MS_REC)
 
 
-def init(hosts: Sequence[Host], private_network: bool) -> int:
+def init(hosts: Sequence[Host]) -> int:
     """The first process of the job's namespaces: starts the hosts, passes signals on, records their ends."""
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    if private_network:
-        raise_loopback()
+    raise_loopback()
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -261,30 +255,26 @@ def obey(line: str, hosts: Any) -> None:
     number = {"term": signal.SIGTERM, "kill": signal.SIGKILL}[word]
     for host in hosts:
         if host.name == name and host.pid:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(host.pid, number)
-            except ProcessLookupError:
-                pass  # it has just ended
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the containers of ``SPEC.json``, with ``--check`` none; returns when the last one has ended."""
     if arguments[0] == "--check":
-        spec: dict[str, Any] = {"network": "private", "hosts": []}
+        hosts = []
     else:
         with open(arguments[0], encoding="utf-8") as file:
-            spec = json.load(file)
-    private_network = spec["network"] == "private"
-    hosts = [Host(one) for one in spec["hosts"]]
+            hosts = [Host(one) for one in json.load(file)]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's: whoever has started this decides
     try:
-        enter_namespaces(private_network)
+        enter_namespaces()
         pid = os.fork()
         if pid == 0:
             status = EXIT_REFUSED
             try:
                 die_with_parent()
-                status = init(hosts, private_network)
+                status = init(hosts)
             except NamespaceError as error:
                 tell({"error": str(error)})
             finally:

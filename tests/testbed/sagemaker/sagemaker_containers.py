@@ -2,53 +2,34 @@
 
 from __future__ import annotations
 
-import abc
 import json
 import os
 import selectors
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+MACHINE = Path(__file__).with_name("sagemaker_namespaces.py")
 _CHECK_S = 60.0  # far more than a Python start takes, on a machine that swaps
 
 
-class Containers(abc.ABC):
-    """Hosts that run until they end or are told to. Leaving the context ends what is left."""
+class Containers:
+    """Hosts that run until they end or are told to; one process holds them all, see `sagemaker_namespaces`.
 
-    def __init__(self, path: Path, spec: Mapping[str, Any]) -> None:
-        """Write *spec* to *path*, for whoever runs the hosts."""
-        path.write_text(json.dumps(spec))
+    Leaving the context ends what is left.
+    """
+
+    def __init__(self, path: Path, hosts: Sequence[Mapping[str, Any]]) -> None:
+        """Write *hosts* to *path*, and start them."""
+        path.write_text(json.dumps(hosts))
         path.chmod(0o600)
-        self.running = {str(host["name"]) for host in spec["hosts"]}
+        self.running = {str(host["name"]) for host in hosts}
         self.ended: dict[str, int] = {}  # status by host, in the order of the ends
         self.error = ""  # why they could not be run
-
-    def __enter__(self) -> Self:
-        return self
-
-    @abc.abstractmethod
-    def __exit__(self, *_: object) -> None: ...
-
-    @abc.abstractmethod
-    def send(self, command: str) -> None:
-        """``term`` or ``kill`` to every host that runs."""
-
-    @abc.abstractmethod
-    def wait(self, timeout_s: float) -> None:
-        """Take note of what has happened, waiting for *timeout_s* at most."""
-
-
-class NamespaceContainers(Containers):
-    """`Containers` made of namespaces of this machine; one process holds them all, see `namespaces`."""
-
-    def __init__(self, path: Path, spec: Mapping[str, Any]) -> None:
-        super().__init__(path, spec)
-        machine = Path(__file__).with_name("namespaces.py")
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", machine, path],
+            [sys.executable, "-I", "-S", MACHINE, path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a terminal's Ctrl-C is not for it
@@ -57,6 +38,9 @@ class NamespaceContainers(Containers):
         self._selector = selectors.DefaultSelector()
         assert self.process.stdout is not None  # both are pipes
         self._selector.register(self.process.stdout, selectors.EVENT_READ)
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         """Nothing survives this: without its standard input the machine ends, and with it all that it holds."""
@@ -95,9 +79,8 @@ class NamespaceContainers(Containers):
 
 def unsupported_reason() -> str:
     """Return the reason why this machine cannot run containers made of namespaces; empty when it can."""
-    machine = Path(__file__).with_name("namespaces.py")
     done = subprocess.run(
-        [sys.executable, "-I", "-S", machine, "--check"],
+        [sys.executable, "-I", "-S", MACHINE, "--check"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

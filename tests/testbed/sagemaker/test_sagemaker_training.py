@@ -1,9 +1,9 @@
-"""Training jobs on this machine: what the containers see, how they end; and the service that stands in for AWS."""
+"""The stand-in for SageMaker: what its containers see, and how they end."""
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -15,21 +15,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sagemaker_containers import unsupported_reason
+from sagemaker_training import PlatformSettings, Training
 
-from orc.launchers.backends.sagemaker.local import containers, open_local_service
-from orc.launchers.backends.sagemaker.local.docker import kill_command, network_command, run_command
-from orc.launchers.backends.sagemaker.local.service import LocalService
-from orc.launchers.backends.sagemaker.local.storage import LocalStorage
-from orc.launchers.backends.sagemaker.local.training import PlatformSettings, Training
-from orc.launchers.backends.sagemaker.service import NameTaken
-from orc.launchers.errors import BackendError
+pytestmark = [pytest.mark.xdist_group("sagemaker")]
 
-GOLDEN = Path(__file__).resolve().parents[2] / "golden/sagemaker/docker.json"
+
+class Directory:
+    """Objects of S3 as files: ``s3://bucket/key`` is ``<root>/bucket/key``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, uri: str) -> Path:
+        return self.root / uri.removeprefix("s3://")
+
+    def fetch(self, uri: str, directory: Path) -> None:
+        if (source := self.path(uri)).is_dir():
+            shutil.copytree(source, directory, dirs_exist_ok=True)
+
+    def put(self, uri: str, path: Path) -> None:
+        self.path(uri).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, self.path(uri))
 
 
 @pytest.fixture(autouse=True)
 def _namespaces() -> None:
-    if why := containers.unsupported_reason():
+    if why := unsupported_reason():
         pytest.skip(f"no containers here: {why}")
 
 
@@ -48,7 +60,7 @@ def request(script: str, hosts: int = 1, **more: Any) -> dict[str, Any]:
 class Ran:
     """A job that has ended: its states and what each host has said."""
 
-    def __init__(self, state: dict[str, Any], said: dict[str, list[str]], storage: LocalStorage) -> None:
+    def __init__(self, state: dict[str, Any], said: dict[str, list[str]], storage: Directory) -> None:
         self.state = state
         self.said = said
         self.storage = storage
@@ -65,7 +77,7 @@ def run(tmp_path: Path) -> Callable[..., Ran]:
     def run(asked: dict[str, Any], *, when: dict[str, str] | None = None, **platform: Any) -> Ran:
         directory = tmp_path / "job"
         directory.mkdir()
-        storage = LocalStorage(tmp_path / "s3")
+        storage = Directory(tmp_path / "s3")
         said: dict[str, list[str]] = {}
 
         def listen(stream: str, lines: list[str]) -> None:
@@ -220,27 +232,14 @@ def test_an_interrupted_spot_job_finds_its_checkpoints_again(run: Callable[..., 
     assert ran.state["TrainingJobStatus"] == "Completed"
     assert ran.said["algo-1"] == ["ready", "again: seven"]
     assert ran.statuses.count("Interrupted") == 1
-    assert ran.storage.read("s3://bucket/kept/state") == b"seven\n"
-
-
-def test_a_directory_of_this_machine_can_be_a_channel(run: Callable[..., Ran], tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / "numbers").write_text("1 2 3\n")
-    source = {"S3DataSource": {"S3Uri": f"file://{data}"}}
-    ran = run(
-        request(
-            "cat /opt/ml/input/data/train/numbers", InputDataConfig=[{"ChannelName": "train", "DataSource": source}]
-        )
-    )
-    assert ran.said["algo-1"] == ["1 2 3"]
+    assert ran.storage.path("s3://bucket/kept/state").read_bytes() == b"seven\n"
 
 
 def test_nothing_survives_what_holds_the_containers(tmp_path: Path) -> None:
     asked = request("(sleep 4711 &) ; sleep 4711")
     directory = tmp_path / "job"
     directory.mkdir()
-    training = Training(asked, directory, LocalStorage(tmp_path), PlatformSettings(env={"MARK": str(tmp_path)}))
+    training = Training(asked, directory, Directory(tmp_path), PlatformSettings(env={"MARK": str(tmp_path)}))
     thread = threading.Thread(target=training.run)
     thread.start()
     until(lambda: len(sleepers(tmp_path)) == 2)
@@ -288,153 +287,3 @@ def until(done: Callable[[], bool], timeout_s: float = 60) -> None:
     while not done():
         assert time.monotonic() < deadline, "not in time"
         time.sleep(0.02)
-
-
-# --- the service
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> LocalService:
-    made = open_local_service("contract", tmp_path)
-    assert isinstance(made, LocalService)
-    return made
-
-
-def ended(service: LocalService, name: str) -> dict[str, Any]:
-    """The job's last description."""
-    found: list[dict[str, Any]] = []
-
-    def over() -> bool:
-        described = service.describe(name)
-        assert described is not None
-        found.append(described)
-        return described["TrainingJobStatus"] in ("Completed", "Failed", "Stopped")
-
-    until(over)
-    return found[-1]
-
-
-def said(service: LocalService, name: str) -> list[str]:
-    """Everything its containers have printed."""
-    found = []
-    for stream in service.streams(name):
-        token = None
-        while True:
-            lines, following = service.events(stream, token)
-            found += lines
-            if not lines and following == token:
-                break
-            token = following
-    return found
-
-
-def test_objects_are_written_read_and_removed(service: LocalService) -> None:
-    uri = "s3://bucket/a/b.json"
-    assert service.get(uri) is None
-    service.put(uri, b"0123")
-    service.put("s3://bucket/a/c", b"c")
-    assert (service.get(uri), service.get(uri, 2), service.exists(uri)) == (b"0123", b"23", True)
-    assert service.get_many([uri, "s3://bucket/none", "s3://bucket/a"], 4) == {uri: b"0123"}
-    assert service.get_many([uri], 3) == {}
-    assert service.get(uri, 1, 2) == b"12"
-    service.delete(uri)
-    service.delete(uri)
-    assert not service.exists(uri)
-    for wrong in ("s3://bucket/../../etc/passwd", "/etc/passwd", "s3://"):
-        with pytest.raises(BackendError, match="not an address in S3"):
-            service.get(wrong)
-
-
-def test_a_job_runs_detached_and_is_described_as_the_api_does_it(service: LocalService) -> None:
-    tags = [{"Key": "orc:marker", "Value": "m"}]
-    service.create(request("echo hello; printf 'no end'", Tags=tags, Environment={"A": "b"}))
-    with pytest.raises(NameTaken):
-        service.create(request("echo hello"))
-    described = ended(service, "a-job")
-    assert described["TrainingJobStatus"] == "Completed"
-    assert described["Environment"] == {"A": "b"}
-    assert described["CreationTime"] <= described["TrainingStartTime"] <= described["TrainingEndTime"]
-    assert Path(described["ModelArtifacts"]["S3ModelArtifacts"]).is_file()
-    assert service.tags(described["TrainingJobArn"]) == {"orc:marker": "m"}
-    until(lambda: said(service, "a-job") == ["hello", "no end"])
-    assert [job["TrainingJobName"] for job in service.summaries()] == ["a-job"]
-    assert list(service.summaries(name_contains="other")) == []
-    assert list(service.summaries(since=time.time() + 60)) == []
-    assert service.describe("another") is None
-    service.stop("a-job")
-    service.stop("another")
-
-
-def test_a_job_is_stopped_from_elsewhere(service: LocalService) -> None:
-    service.create(request("trap 'echo saved; exit 0' TERM; echo ready; while :; do sleep 0.1; done"))
-    until(lambda: said(service, "a-job") == ["ready"])
-    service.stop("a-job")
-    assert ended(service, "a-job")["TrainingJobStatus"] == "Stopped"
-    assert said(service, "a-job") == ["ready", "saved"]
-
-
-def test_a_job_whose_process_was_killed_has_failed_and_leaves_no_container(service: LocalService) -> None:
-    mark = service.directory
-    service.create(request("echo ready; sleep 4711", Environment={"MARK": str(mark)}))
-    until(lambda: len(sleepers(mark)) == 1)
-    (driver,) = [pid for pid in processes() if str(service.jobs / "a-job").encode() in command(pid).split(b"\0")]
-    os.kill(driver, signal.SIGKILL)
-    described = ended(service, "a-job")
-    assert described["FailureReason"] == "InternalServerError: the process that ran the containers was killed"
-    until(lambda: sleepers(mark) == [])
-
-
-def test_what_is_in_s3_is_not_fetched_and_said_to_be_missing(service: LocalService) -> None:
-    for uri, expected in (
-        ("s3://theirs/data", "the input train is not on this machine: s3://theirs/data"),
-        ("file:///no/such/directory", "the input train is no directory"),
-    ):
-        channel = {"ChannelName": "train", "DataSource": {"S3DataSource": {"S3Uri": uri}}}
-        with pytest.raises(BackendError, match=expected):
-            service.create(request("true", InputDataConfig=[channel]))
-    assert service.describe("a-job") is None
-
-
-def test_where_user_namespaces_are_not_allowed_that_is_said_with_what_to_do(
-    service: LocalService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        containers, "unsupported_reason", lambda: "this machine does not allow user namespaces: not permitted"
-    )
-    with pytest.raises(BackendError, match="containers cannot be simulated here: this machine does not") as error:
-        service.create(request("true"))
-    assert "unprivileged_userns_clone" in error.value.hint
-    assert service.describe("a-job") is None
-
-
-# --- docker
-
-
-def test_docker_is_asked_for_by_name_when_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(BackendError, match="needs docker") as error:
-        open_local_service("docker", tmp_path).create(request("true"))
-    assert "--local-contract" in error.value.hint
-
-
-def test_the_commands_for_docker(tmp_path: Path) -> None:
-    host = {
-        "name": "algo-1",
-        "ml": "/state/run-1/algo-1/ml",
-        "scratch": "/state/run-1/algo-1/scratch",
-        "argv": ["python3", "-I", "-S", "/opt/ml/input/data/orc/entry.py"],
-        "binds": {"input/data/train": "/home/ada/data"},
-        "env": {"PATH": "/usr/bin", "HOME": "/tmp", "TRAINING_JOB_NAME": "orc-digits-k3f9a2-a1", "NAME": "a\nb"},
-    }
-    spec = {"job": "orc-digits-k3f9a2-a1", "image": "pytorch:2", "network": "host", "gpus": False, "hosts": [host]}
-    found = {
-        "network": network_command(spec),
-        "private network": network_command({**spec, "network": "private"}),
-        "run": run_command(spec, host),
-        "run with GPUs": run_command({**spec, "gpus": True}, host),
-        "term": kill_command(spec["job"], "algo-1", "SIGTERM"),  # type: ignore[arg-type]
-    }
-    text = json.dumps(found, indent=2) + "\n"
-    if os.environ.get("ORC_UPDATE_GOLDEN") == "1":
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text(), f"{GOLDEN} differs; ORC_UPDATE_GOLDEN=1 accepts the new text"

@@ -1,8 +1,6 @@
 """Training job as SageMaker runs it, on this machine: from the request to containers, their end, and what is kept.
 
-Used by ``orc submit --local-contract`` and by the tests' API server: the same hosts under the same contract, only the
-storage and the reader of what is said differ. Control files in the job's directory ask for things: ``stop`` and
-``interrupt`` (a spot interruption).
+Control files in the job's directory ask for things: ``stop`` and ``interrupt`` (a spot interruption).
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import site
 import sys
 import tarfile
 import time
@@ -21,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from orc.launchers.backends.sagemaker.local.containers import Containers, NamespaceContainers
+from sagemaker_containers import Containers
 
 TICK_S = 0.05
 ML = PurePosixPath("/opt/ml")
@@ -51,10 +48,6 @@ class PlatformSettings:
     path: str = ""  # PATH of the containers; its python3 runs the entry point
     env: Mapping[str, str] = field(default_factory=dict)  # of every container, below the request's
     keep: bool = False  # what the containers had below /opt/ml
-    private_network: bool = True  # hosts reach each other and nothing else
-    engine: Callable[[Path, Mapping[str, Any]], Containers] = (
-        NamespaceContainers  # a file to describe them in, and what
-    )
 
 
 class TrainingJobError(Exception):
@@ -137,7 +130,7 @@ class Training:
                 pass
         except TrainingJobError as error:
             self.finish("Failed", "Failed", str(error), FailureReason=str(error))
-        except Exception as error:  # noqa: BLE001 - the job must not stay "InProgress" for ever
+        except Exception as error:
             reason = f"InternalServerError: {type(error).__name__}: {error}"
             self.finish("Failed", "Failed", reason, FailureReason=reason)
         finally:
@@ -191,8 +184,7 @@ class Training:
             name, source = str(channel["ChannelName"]), channel["DataSource"]["S3DataSource"]
             target = ml / "input/data" / name
             target.mkdir()
-            if not str(source["S3Uri"]).startswith("file://"):
-                self.storage.fetch(str(source["S3Uri"]), target)
+            self.storage.fetch(str(source["S3Uri"]), target)
             channels[name] = {
                 "TrainingInputMode": channel.get("InputMode", "File"),
                 "S3DistributionType": source.get("S3DataDistributionType", "FullyReplicated"),
@@ -236,23 +228,16 @@ class Training:
     def environment(self, host: str) -> dict[str, str]:
         """Return the environment of a container, with nothing of the user's own."""
         platform = self.platform
-        user = self.user_site()
         return {
             "PATH": platform.path or f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-            "HOME": "/tmp",  # noqa: S108 - the container's own
+            "HOME": "/tmp",
             "LANG": "C.UTF-8",
             "HOSTNAME": host,
-            **({"PYTHONUSERBASE": user} if user else {}),
             "TRAINING_JOB_NAME": self.name,
             "TRAINING_JOB_ARN": str(self.request.get("TrainingJobArn") or f"arn:aws:sagemaker:local:0:{self.name}"),
             **platform.env,
             **(self.request.get("Environment") or {}),
         }
-
-    def user_site(self) -> str | None:
-        """Return the directory of this user's own packages, if there is one and Python looks there."""
-        user = site.getuserbase() if site.ENABLE_USER_SITE else None
-        return user if user and Path(user).is_dir() else None
 
     def start(self, base: Path) -> Containers:
         """Start all hosts of one incarnation. Raises `TrainingJobError` where namespaces are not allowed."""
@@ -261,11 +246,6 @@ class Training:
         logs = self.directory / "logs"
         logs.mkdir(exist_ok=True)
         self.numbered = max(int(time.time()), self.numbered + 1)  # SageMaker's streams end in their second of birth
-        binds = {
-            f"input/data/{channel['ChannelName']}": str(uri).removeprefix("file://")
-            for channel in self.request.get("InputDataConfig") or ()
-            if str(uri := channel["DataSource"]["S3DataSource"]["S3Uri"]).startswith("file://")
-        }
         specs: list[dict[str, Any]] = []
         for host in self.hosts:
             log = logs / f"{host}-{self.numbered}.log"
@@ -280,20 +260,11 @@ class Training:
                     "argv": argv,
                     "env": self.environment(host),
                     "log": str(log),
-                    "binds": binds,
                     # The image is this machine's Python: no `pip install` of a job may change it.
-                    "read_only": sorted({sys.prefix, *([user] if (user := self.user_site()) else [])}),
+                    "read_only": [sys.prefix],
                 }
             )
-        isolated = self.platform.private_network or bool(self.request.get("EnableNetworkIsolation"))
-        spec = {
-            "job": self.name,
-            "image": algorithm.get("TrainingImage", ""),
-            "network": "private" if isolated else "host",
-            "gpus": self.request["ResourceConfig"]["InstanceType"] == "local_gpu",
-            "hosts": specs,
-        }
-        return self.platform.engine(base / "machine.json", spec)
+        return Containers(base / "machine.json", specs)
 
     # -- while they run
 
