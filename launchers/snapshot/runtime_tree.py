@@ -6,7 +6,6 @@
 | ``sitecustomize.py`` | ``launchers/rank_hooks/startup.py`` | the ranks' interpreters |
 | ``lib/orc/launchers/agent/**`` | the same place | the agent |
 | ``lib/orc/launchers/environments/*`` | the same place | the environment step |
-| ``lib/orc/launchers/backends/sagemaker/entry.py`` | the same place | containers of SageMaker |
 | ``orc/runtime/**`` | the same place | the ranks |
 
 ``orc`` and ``orc.launchers`` are namespace packages there, and what only the agent needs lies in ``lib``: the root
@@ -24,7 +23,6 @@ from orc.launchers.snapshot.hashing import StatCache
 from orc.launchers.snapshot.manifest import FILE, Bundle, Entry
 from orc.launchers.snapshot.scan import SourceTree, cache_file
 
-SAGEMAKER_ENTRY = "lib/orc/launchers/backends/sagemaker/entry.py"
 _ENVIRONMENTS = ("__init__", "build", "container", "copied", "requirements")
 
 
@@ -38,7 +36,6 @@ def runtime_files() -> dict[str, bytes]:
     own = {
         "__main__.py": b"attempts/runtime_main.py",
         "sitecustomize.py": b"rank_hooks/startup.py",
-        SAGEMAKER_ENTRY: b"backends/sagemaker/entry.py",
         **{f"lib/orc/launchers/environments/{name}.py": f"environments/{name}.py".encode() for name in _ENVIRONMENTS},
     }
     found = {path: os.path.join(launchers, source) for path, source in own.items()}

@@ -179,12 +179,12 @@ class AwsService:
         with self._errors("s3:CreateBucket"):
             self._client("s3").create_bucket(Bucket=bucket, **extra)
 
-    def put(self, uri: str, data: bytes | Path, *, kms_key: str | None = None) -> None:
+    def put(self, uri: str, data: bytes | Path) -> None:
         """Write an object, encrypted with the KMS key, or else with S3's own."""
         bucket, key = split_uri(uri)
         encryption = {"ServerSideEncryption": "AES256"}
-        if kms_key:
-            encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key}
+        if key_id := self._place.s3_kms_key:
+            encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": key_id}
         s3 = self._client("s3")
         with self._errors("s3:PutObject"):
             if isinstance(data, Path):
@@ -322,10 +322,10 @@ class AwsService:
 
     # -- secrets
 
-    def put_secret(self, name: str, text: str, *, kms_key: str | None = None, tags: Mapping[str, str]) -> None:
+    def put_secret(self, name: str, text: str, tags: Mapping[str, str]) -> None:
         """Create the secret in Secrets Manager, or replace its value."""
         client = self._client("secretsmanager")
-        key = {"KmsKeyId": kms_key} if kms_key else {}
+        key = {"KmsKeyId": self._place.s3_kms_key} if self._place.s3_kms_key else {}
         pairs = [{"Key": each, "Value": value} for each, value in tags.items()]
         with self._errors("secretsmanager:CreateSecret", ("ResourceExistsException",)):
             client.create_secret(Name=name, SecretString=text, Tags=pairs, **key)

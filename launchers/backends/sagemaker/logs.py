@@ -1,23 +1,20 @@
 """Logs of attempts from CloudWatch: which there are, and what each holds from a byte position on.
 
-CloudWatch keeps one message per line of the container. A line of a rank begins with ``[rank 3] ``; ``[rank 3~] `` is a
-piece of a line that goes on (or has no end). Everything else is the node's own.
+CloudWatch keeps one message per line of the container; `containers.output` says whose line it is.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.base import LogSelector
+from orc.launchers.containers.output import text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from orc.launchers.backends.sagemaker.aws import AwsService
-
-_RANK = re.compile(r"\[rank (?P<rank>\d+)(?P<piece>~?)\] ?")
 
 
 @dataclass
@@ -92,17 +89,3 @@ def _node_of(stream: str) -> int:
     """``<job>/algo-2-1712345678`` is node 1; -1 for what is no host's stream."""
     words = stream.rpartition("/")[2].split("-")
     return int(words[1]) - 1 if len(words) > 1 and words[0] == "algo" and words[1].isdigit() else -1
-
-
-def text_of(messages: Iterable[str], *, rank: int | None) -> bytes:
-    """Return the output of one rank, or with `None` of the node itself, among *messages*."""
-    found = []
-    for message in messages:
-        for line in message.removesuffix("\n").split("\n"):
-            match = _RANK.match(line)
-            if rank is None:
-                if match is None:
-                    found.append(line + "\n")
-            elif match is not None and int(match["rank"]) == rank:
-                found.append(line[match.end() :] + ("" if match["piece"] else "\n"))
-    return "".join(found).encode()

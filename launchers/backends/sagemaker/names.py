@@ -11,8 +11,6 @@ from orc.launchers.ids import AttemptId
 MAX_NAME = 63
 # What stands for the number of the AWS account until a submission has asked for it.
 ACCOUNT = "<account>"
-SOURCE = "source.tar.gz"
-ENTRY = "entry.py"
 
 
 def training_job_name(attempt: AttemptId, base: str | None = None) -> str:
@@ -84,11 +82,6 @@ def split_uri(uri: str) -> tuple[str, str]:
     """Bucket and key of ``s3://bucket/key``."""
     bucket, _, key = uri.removeprefix("s3://").partition("/")
     return bucket, key
-
-
-def snapshot_digest(*digests: str) -> str:
-    """Return one digest for the trees of a snapshot together."""
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:40]
 
 
 def partition_of(region: str) -> str:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import posixpath
-from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.agent.config import AgentConfig
-from orc.launchers.attempts.agent_config import agent_config, agent_file
+from orc.launchers.attempts.agent_config import agent_file
 from orc.launchers.backends.sagemaker.distribution import adapt_job, instance_of
 from orc.launchers.backends.sagemaker.hyperparameters import hyperparameters
-from orc.launchers.backends.sagemaker.names import snapshot_digest
 from orc.launchers.backends.sagemaker.request import (
     checkpoint_uri,
     local_path,
@@ -21,12 +17,14 @@ from orc.launchers.backends.sagemaker.request import (
     training_request,
 )
 from orc.launchers.backends.sagemaker.settings import Settings, read_settings
+from orc.launchers.containers.layout import AGENT, RECORDS, ContainerLayout, source_digest
+from orc.launchers.containers.rendering import container_config
 from orc.launchers.environments.rendering import environment_of
 from orc.launchers.errors import RenderError
-from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan, PlanCommand, PlanFile
 
 if TYPE_CHECKING:
+    from orc.launchers.agent.config import AgentConfig
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.ids import AttemptId
     from orc.launchers.spec import JobSpec
@@ -35,39 +33,8 @@ if TYPE_CHECKING:
 
 ROOT = "/opt/ml/orc"
 DEFAULT_PYTHON = "python3"
-HUB_PORT = 29411  # containers have a network of their own: nothing else listens there
-RECORDS = ".orc"  # below the checkpoints, which SageMaker brings to S3
 _CREATE = "CreateTrainingJob"
-AGENT, REQUEST, LINK, SECRETS = "agent.json", "request.json", "link.json", "secrets.json"
-
-
-@dataclass(frozen=True)
-class ContainerLayout(Layout):
-    """Layout of a container: what must outlive it lies below the directory of the checkpoints."""
-
-    checkpoints_path: str = "/opt/ml/checkpoints"
-    trees: tuple[tuple[str, str], ...] = ()  # digest, name of its tree
-
-    def tree(self, digest: str) -> PurePosixPath:
-        """A tree of the source archive."""
-        return self.root / dict(reversed(self.trees))[digest]
-
-    def job(self, job: str) -> PurePosixPath:
-        """Beside the checkpoints of other jobs that may share the place."""
-        return PurePosixPath(self.checkpoints_path) / RECORDS / job
-
-    def work(self, job: str) -> PurePosixPath:
-        """Return the directory of the code, as in SageMaker's own containers; nothing of it goes to S3."""
-        return PurePosixPath("/opt/ml/code")
-
-    def checkpoints(self, job: str) -> PurePosixPath:
-        """The directory that SageMaker keeps in S3."""
-        return PurePosixPath(self.checkpoints_path)
-
-
-def source_digest(snapshot: Snapshot) -> str:
-    """Return the digest that names the archive of the snapshot's trees."""
-    return snapshot_digest(*(snapshot.digests[name] for name in sorted(snapshot.digests)))
+REQUEST = "request.json"
 
 
 def render_plan(
@@ -113,38 +80,21 @@ def request_of(plan: Plan) -> dict[str, Any]:
 def _config(
     job: JobSpec, snapshot: Snapshot, attempt: AttemptId, cluster: Cluster, settings: Settings, region: str
 ) -> AgentConfig:
-    named = zip(("code", "runtime", "environment"), snapshot.bundles, strict=False)
-    layout = ContainerLayout(
-        PurePosixPath(ROOT), local_path(settings), tuple((bundle.digest, name) for name, bundle in named)
-    )
-    nodes = job.resources.max_nodes
-    environment = environment_of(job, cluster)
-    if environment.container is not None:
-        raise RenderError(
-            "environment.container: a training job runs in one container already",
-            where=job.name,
-            hint="Set resources.options.sagemaker.image_uri to the image, which must be in ECR.",
-        )
     setup = [*cluster.setup, *job.setup]
     python = cluster.python or DEFAULT_PYTHON
-    if settings.install_requirements and (line := _requirements(job, environment, snapshot, python)):
+    if settings.install_requirements and (line := _requirements(job, environment_of(job, cluster), snapshot, python)):
         setup = [line, *setup]
-    config = agent_config(job, snapshot, attempt, cluster, layout, deadline_s=job.resources.time_s, setup=setup)
+    layout = ContainerLayout.of(snapshot, ROOT, code="/opt/ml/code", kept=local_path(settings))
+    hosts = [f"algo-{node + 1}" for node in range(job.resources.max_nodes)]
+    image = "resources.options.sagemaker.image_uri; it must be in ECR"
+    config = container_config(job, snapshot, attempt, cluster, layout, hosts=hosts, setup=setup, image=image)
     _check_checkpoints(job, config, settings)
-    config = config.replace(
-        work_dir=str(layout.work(attempt.job)),
-        logs_dir=f"{ROOT}/logs",
-        private_dir=f"{ROOT}/private",
-        hosts=[{"name": name, "address": name} for name in (f"algo-{n + 1}" for n in range(nodes))],
-    )
-    if nodes > 1:
-        config = config.replace(link=True, min_nodes=nodes, hub={"port": HUB_PORT, "addresses": ["algo-1"]})
-    own: dict[str, Any] = {}
-    if job.secrets and settings.place.secrets == "secretsmanager":
-        own["secrets"] = {"from": "secretsmanager", "id": secret_name(attempt), "region": region}
-    elif job.secrets:
-        own["secrets"] = {"from": "channel"}
-    return config.replace(backend=own) if own else config
+    if not job.secrets:
+        return config
+    if settings.place.secrets == "secretsmanager":
+        kept = {"from": "secretsmanager", "id": secret_name(attempt), "region": region}
+        return config.replace(backend={"secrets": kept})
+    return config.replace(backend={"secrets": {"from": "channel"}})
 
 
 def checkpoints_of(job: JobSpec, job_id: str, cluster: Cluster) -> str:

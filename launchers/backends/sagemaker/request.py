@@ -11,7 +11,6 @@ from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.instances import Instance
 from orc.launchers.backends.sagemaker.names import (
     ACCOUNT,
-    ENTRY,
     S3Location,
     default_bucket,
     partition_of,
@@ -19,6 +18,7 @@ from orc.launchers.backends.sagemaker.names import (
 )
 from orc.launchers.backends.sagemaker.readers import is_tag
 from orc.launchers.backends.sagemaker.settings import MAX_RUN_S, Settings
+from orc.launchers.containers.layout import ENTRY
 from orc.launchers.errors import RenderError
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _algorithm(job: JobSpec, settings: Settings, instance: Instance, region: str
     return given(
         TrainingImage=settings.image_uri or _stock_image(job, settings, instance, region),
         TrainingInputMode=settings.input_mode,
-        ContainerEntrypoint=[python, "-I", "-S", f"{INPUT}/{CHANNEL}/{ENTRY}"],
+        ContainerEntrypoint=[python, "-I", "-S", f"{INPUT}/{ATTEMPT_CHANNEL}/{ENTRY}"],
         MetricDefinitions=[dict(each) for each in settings.metric_definitions] or None,
         EnableSageMakerMetricsTimeSeries=settings.enable_sagemaker_metrics,
         TrainingImageConfig=repository,

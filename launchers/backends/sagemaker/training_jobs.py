@@ -6,12 +6,12 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.agent.records import RECORD_BYTES, parse_object
-from orc.launchers.attempts.link_token import new_link_token
 from orc.launchers.backends.base import (
     Handle,
     LogChunk,
@@ -21,19 +21,23 @@ from orc.launchers.backends.base import (
     Snapshot,
     require_secrets,
 )
-from orc.launchers.backends.sagemaker.names import ACCOUNT, S3Location, default_bucket, training_job_name
-from orc.launchers.backends.sagemaker.rendering import AGENT, LINK, REQUEST, SECRETS, secret_name
+from orc.launchers.backends.sagemaker.names import (
+    ACCOUNT,
+    S3Location,
+    default_bucket,
+    is_default_bucket,
+    training_job_name,
+)
+from orc.launchers.backends.sagemaker.rendering import REQUEST, secret_name
+from orc.launchers.containers.layout import AGENT, attempt_uri, job_uri, source_digest
 from orc.launchers.errors import AmbiguousSubmit, BackendError, LaunchError
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from orc.launchers.attempts.reader import AttemptRecords
     from orc.launchers.backends.sagemaker.aws import AwsService
     from orc.launchers.backends.sagemaker.logs import Logs
-    from orc.launchers.backends.sagemaker.records import AttemptInputs
     from orc.launchers.backends.sagemaker.settings import ClusterSettings
     from orc.launchers.backends.sagemaker.verdict import Job
     from orc.launchers.plan import Plan
@@ -43,7 +47,36 @@ _log = logging.getLogger(__name__)
 FEW = 10
 # Of so many running attempts the records are read as well, for what the runtime tells of its progress.
 WATCHED = 25
+ENTRY_PROGRAM = Path(__file__).with_name("entry.py")
 _LISTED_BEFORE_S = 300.0  # clocks differ
+
+
+@dataclass(frozen=True)
+class AttemptInputs:
+    """Inputs of an attempt: the request for its training job, and the configuration of its agents."""
+
+    request: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    @property
+    def nnodes(self) -> int:
+        """Number of instances."""
+        return int(self.config.get("nnodes", 1))
+
+    @property
+    def nproc(self) -> int:
+        """Processes on each."""
+        return int(self.config.get("nproc", 1))
+
+    @property
+    def job_uri(self) -> str:
+        """The job's directory, as SageMaker brings it to S3."""
+        return job_uri(str(self.request["CheckpointConfig"]["S3Uri"]), self.config)
+
+    @property
+    def records_uri(self) -> str:
+        """The attempt's directory there."""
+        return attempt_uri(str(self.request["CheckpointConfig"]["S3Uri"]), self.config)
 
 
 class TrainingJobs:
@@ -78,31 +111,13 @@ class TrainingJobs:
         return check(self.service, plan, self.cluster)
 
     def stage(self, snapshot: Snapshot, state_dir: Path) -> None:
-        """Upload the snapshot's trees as one archive, unless they are there. The archive comes last."""
-        import tempfile
-        from pathlib import Path
+        """Upload the snapshot's trees as one archive, unless they are there."""
+        from orc.launchers.containers.archive import stage
 
-        from orc.launchers.backends.sagemaker.names import ENTRY, SOURCE, is_default_bucket
-        from orc.launchers.backends.sagemaker.packing import entry_program, pack
-        from orc.launchers.backends.sagemaker.rendering import source_digest
-        from orc.launchers.snapshot.content_store import ContentStore
-
-        place, store = self.location.snapshot(source_digest(snapshot)), ContentStore(state_dir / "store")
-        if is_default_bucket(self.location.bucket) and not self.service.has_bucket(self.location.bucket):
-            self.service.create_bucket(self.location.bucket)
-        if self.service.exists(place + SOURCE):
-            return
-        key = self.place.s3_kms_key
-        try:
-            with tempfile.TemporaryDirectory(prefix="sagemaker-", dir=state_dir) as directory:
-                archive = Path(directory) / SOURCE
-                pack(snapshot, store, archive)
-                self.service.put(place + ENTRY, entry_program(snapshot, store), kms_key=key)
-                self.service.put(place + SOURCE, archive, kms_key=key)
-        except OSError as error:
-            raise BackendError(
-                f"cannot pack the snapshot: {error.strerror or error}", where=str(error.filename or state_dir)
-            ) from None
+        bucket = self.location.bucket
+        if is_default_bucket(bucket) and not self.service.has_bucket(bucket):
+            self.service.create_bucket(bucket)
+        stage(self.service, self.location.snapshot(source_digest(snapshot)), snapshot, state_dir)
 
     # -- the start
 
@@ -135,26 +150,19 @@ class TrainingJobs:
         return self._handle(plan.marker, name, at)
 
     def _upload(self, plan: Plan, secrets: Mapping[str, str]) -> dict[str, Any]:
-        """Everything the attempt reads; the request as it is to be sent."""
-        key, place = self.place.s3_kms_key, self.location.attempt(plan.attempt)
-        request: dict[str, Any] = {}
-        for file in plan.files:
-            content = file.content
-            if file.path.endswith(f"/{REQUEST}"):
-                request = self._completed(content)
-                content = json.dumps(request, indent=2, ensure_ascii=False) + "\n"
-            self.service.put(self._with_account(file.path), content.encode(), kms_key=key)
-        # What an earlier try has left may be read by its job at this moment.
-        if json.loads(plan.files[0].content).get("link") and not self.service.exists(place + LINK):
-            token = json.dumps({"token": new_link_token()}) + "\n"
-            self.service.put(place + LINK, token.encode(), kms_key=key)
-        if plan.secrets:
-            text = json.dumps({name: secrets[name] for name in plan.secrets}) + "\n"
-            if self.place.secrets == "secretsmanager":
-                name = secret_name(plan.attempt)
-                self.service.put_secret(name, text, kms_key=key, tags={"orc:marker": plan.marker})
-            else:
-                self.service.put(place + SECRETS, text.encode(), kms_key=key)
+        """Upload all that the attempt reads; return the request as it is to be sent."""
+        from orc.launchers.containers.attempt import upload_inputs
+
+        agents, order = plan.files
+        request = self._completed(order.content)
+        text = json.dumps(request, indent=2, ensure_ascii=False) + "\n"
+        self.service.put(self._with_account(order.path), text.encode())
+        own = {name: secrets[name] for name in plan.secrets}
+        if own and self.place.secrets == "secretsmanager":
+            tags = {"orc:marker": plan.marker}
+            self.service.put_secret(secret_name(plan.attempt), json.dumps(own) + "\n", tags)
+            own = {}
+        upload_inputs(self.service, self.location.attempt(plan.attempt), agents.content, own, ENTRY_PROGRAM)
         return request
 
     def _completed(self, content: str) -> dict[str, Any]:
@@ -178,13 +186,12 @@ class TrainingJobs:
 
     def _remove_private(self, attempt: AttemptId, config: Mapping[str, Any]) -> str:
         """Delete the secrets of an attempt and the token of its agents; return what to tell where that failed."""
+        from orc.launchers.containers.attempt import remove_private
+
         try:
+            remove_private(self.service, self.location.attempt(attempt), config)
             if config.get("secrets") and self.place.secrets == "secretsmanager":
                 self.service.delete_secret(secret_name(attempt))
-            elif config.get("secrets"):
-                self.service.delete(self.location.attempt(attempt) + SECRETS)
-            if config.get("link"):
-                self.service.delete(self.location.attempt(attempt) + LINK)
         except LaunchError as error:
             return f"secrets may still be at AWS, and could not be removed: {error.what}"
         return ""
@@ -266,16 +273,14 @@ class TrainingJobs:
 
     def _records(self, handles: Sequence[Handle]) -> dict[str, AttemptRecords]:
         """Return the agents' records by marker, as far as they have reached S3."""
-        from orc.launchers.backends.sagemaker.records import read_records
+        from orc.launchers.containers.attempt import read_records
 
         inputs = self._inputs_of([handle.marker for handle in handles])
-        read = read_records(self.service, list(inputs.values()))
+        read = read_records(self.service, {each.records_uri: each.config for each in inputs.values()})
         return {marker: read[each.records_uri] for marker, each in inputs.items()}
 
     def _inputs_of(self, markers: Iterable[str]) -> dict[str, AttemptInputs]:
         """Return the inputs of attempts, from the objects of their submission; missing ones are left out."""
-        from orc.launchers.backends.sagemaker.records import AttemptInputs
-
         markers = list(markers)
         unknown = [marker for marker in markers if marker not in self._inputs]
         places = {marker: self.location.attempt(AttemptId.from_marker(marker)) for marker in unknown}

@@ -618,7 +618,7 @@ def test_a_cache_that_cannot_be_written_does_not_stop_a_scan(plain: Path, tmp_pa
 def test_the_runtime_travels_with_its_agent_and_nothing_else(tmp_path: Path) -> None:
     tree = runtime_bundle(cache=tmp_path)
     names = paths(tree)
-    own = {"__main__.py", "sitecustomize.py", "lib/orc/launchers/backends/sagemaker/entry.py"}
+    own = {"__main__.py", "sitecustomize.py"}
     shipped = {"orc/runtime/__init__.py", "orc/runtime/core/config.py", "lib/orc/launchers/agent/node.py"}
     assert own | shipped <= set(names)
     rooms = ("orc/runtime/", "lib/orc/launchers/agent/", "lib/orc/launchers/environments/")

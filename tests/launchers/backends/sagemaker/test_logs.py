@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from orc.launchers.backends.base import LogSelector
-from orc.launchers.backends.sagemaker.logs import Logs, text_of
+from orc.launchers.backends.sagemaker.logs import Logs
 
 JOB = "orc-digits-k3f9a2-a1"
 
@@ -29,18 +29,6 @@ class CloudWatch:
 
 def read(logs: Logs, offset: int = 0, nproc: int = 1, **selector: Any) -> bytes:
     return b"".join(logs.read(JOB, LogSelector(**selector), offset, nproc=nproc))
-
-
-def test_lines_of_ranks_are_told_apart_from_the_nodes_own() -> None:
-    messages = ["orc: setup", "[rank 1] one", "[rank 0] zero", "[rank 1~] half", "[rank 1] done", "[rank10] torch"]
-    assert text_of(messages, rank=1) == b"one\nhalfdone\n"
-    assert text_of(messages, rank=0) == b"zero\n"
-    assert text_of(messages, rank=None) == b"orc: setup\n[rank10] torch\n"
-
-
-def test_blanks_empty_lines_and_letters_of_all_languages_are_kept() -> None:
-    assert text_of(["[rank 0]   x", "[rank 0] ", "[rank 0] é"], rank=0) == "  x\n\né\n".encode()
-    assert text_of(["a\n", ""], rank=None) == b"a\n\n"
 
 
 def test_a_log_is_read_from_any_byte_on() -> None:

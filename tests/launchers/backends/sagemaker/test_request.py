@@ -278,7 +278,7 @@ REFUSALS = {
     "unknown instance type": ({"instance_type": "ml.c5.xlrage"}, {}, {}, "unknown instance type"),
     "elastic": ({}, {}, {"resources": {"nodes": "1:2"}}, "fixed number of instances"),
     "long grace": ({}, {}, {"grace": 300}, "120 seconds"),
-    "containers": ({}, {}, {"environment": {"container": {"image": "x"}}}, "one container already"),
+    "containers": ({}, {}, {"environment": {"container": {"image": "x"}}}, "in a container already"),
     "two counts": ({"instance_count": 3}, {}, {"resources": {"nodes": 2}}, "instance_count = 3"),
     "too many GPUs": ({}, {}, {"resources": {"gpus_per_node": 1}}, "1 GPUs per node"),
     "too many cores": ({}, {}, {"resources": {"cpus_per_proc": 5}}, "5 CPU cores"),
