@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from orc.launchers.errors import RenderError
 
-MAX_COUNT, MAX_NAME, MAX_VALUE = 100, 256, 2500
 _NUMBER = re.compile(r"-(?:\d|\.\d|inf|nan)")
 _HELP = (
     "On SageMaker every argument is `--name value`. To pass arguments as they are, without hyperparameters, set "
@@ -21,7 +20,7 @@ _HELP = (
 def hyperparameters(argv: Sequence[str], where: str) -> dict[str, str]:
     """``--epochs 3 --fp16 True`` as ``{"epochs": "3", "fp16": "True"}``.
 
-    Raises `RenderError` for bare flags, positionals, repeated names, and what is too long.
+    Raises `RenderError` for bare flags, positionals and repeated names.
     """
     found: dict[str, str] = {}
     position = 0
@@ -43,16 +42,7 @@ def hyperparameters(argv: Sequence[str], where: str) -> dict[str, str]:
             position += 1
         if name in found:
             raise RenderError(f"the argument {word.partition('=')[0]} is given twice", where=where, hint=_HELP)
-        if not name or len(name) > MAX_NAME or len(value) > MAX_VALUE:
-            raise RenderError(
-                f"the argument {_short(word)} cannot be a hyperparameter: names have {MAX_NAME} characters at most, "
-                f"values {MAX_VALUE}",
-                where=where,
-                hint=_HELP,
-            )
         found[name] = value
-    if len(found) > MAX_COUNT:
-        raise RenderError(f"{len(found)} arguments; SageMaker takes {MAX_COUNT}", where=where, hint=_HELP)
     return found
 
 

@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from orc.launchers.spec import grammar
-from orc.launchers.spec.options import Reader, matching, seconds, word
+from orc.launchers.spec.options import matching, seconds, word
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}")
 _TAG = re.compile(r"[\w\s.:/=+@-]*")
-_CHANNEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
 OUR_CHANNELS = ("orc", "orc-attempt")
-_PARAMETER = re.compile(r"[A-Z][A-Za-z0-9]*")
 _ORC_VARIABLES = ("ORC_", "SM_")
+_DURATION = seconds(1, 2**31 - 1)
 _VERSION = matching(r"[0-9]+(?:\.[0-9]+)+", "a version like 2.5.1 (in quotes, or YAML drops zeros)")
-MAX_VARIABLE = 512
 
 
 def truth(value: Any) -> bool:
@@ -28,24 +25,14 @@ def truth(value: Any) -> bool:
     raise ValueError(f"expected true or false, not {value!r}")
 
 
-def whole_seconds(minimum: int, maximum: int) -> Reader:
-    """Return the reader of durations, which SageMaker counts in whole seconds."""
-    read = seconds(minimum, maximum)
-    return Reader(lambda value: int(read(value)))
+def whole_seconds(value: Any) -> int:
+    """Return a duration, which SageMaker counts in whole seconds."""
+    return int(_DURATION(value))
 
 
-def several(most: int) -> Reader:
-    """Return the reader of lists that are not empty; one value alone is short for a list of one."""
-
-    def read(value: Any) -> Any:
-        values = value if isinstance(value, (list, tuple)) else [value]
-        if not values:
-            raise ValueError("the list is empty")
-        if len(values) > most:
-            raise ValueError(f"{len(values)} entries; SageMaker takes {most}")
-        return values
-
-    return Reader(read)
+def several(value: Any) -> Any:
+    """Return a list; one value alone is short for a list of one."""
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def stock_version(value: Any) -> str:
@@ -80,49 +67,17 @@ def named_channels(value: Any) -> dict[str, Any]:
     """Return channels by name; ``s3://...`` alone is the channel ``training``."""
     given = value if isinstance(value, Mapping) else {"training": value}
     for name in given:
-        if not isinstance(name, str) or not _CHANNEL.fullmatch(name):
-            raise ValueError(f"{name!r} is not the name of a channel: letters, digits, dots and dashes")
         if name in OUR_CHANNELS:
             raise ValueError(f"the channel {name} is orc's own; choose another name")
-    if len(given) > 20 - len(OUR_CHANNELS):
-        raise ValueError(f"{len(given)} channels; there is room for {20 - len(OUR_CHANNELS)}")
-    return dict(given)
-
-
-def parameters(value: Any) -> dict[str, str]:
-    """A mapping of short texts whose keys are in the API's words, like ``DetailedProfilingConfig``."""
-    found = {key: grammar.scalar_text(each) for key, each in mapping(value).items()}
-    for key in found:
-        if not _PARAMETER.fullmatch(key):  # the SDK would send it in another spelling
-            raise ValueError(f"{key!r} is not a name in the API's words, like DetailedProfilingConfig")
-    if len(found) > 20 or any(len(each) > 256 for each in (*found, *found.values())):
-        raise ValueError("SageMaker takes 20 entries, with 256 characters each")
-    return found
-
-
-def s3_uri(value: Any) -> str:
-    """``s3://bucket/prefix``."""
-    found = str(word(value))
-    if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", found) or len(found) > 1024:
-        raise ValueError(f"{found!r} is not an S3 URI; write for example s3://my-bucket/data")
-    return found
-
-
-def data_uri(value: Any) -> str:
-    """``s3://bucket/prefix``; ``file:///directory`` is refused later, with the name of the channel."""
-    return str(word(value)) if str(value).startswith("file:///") else s3_uri(value)
+    return {str(name): entry for name, entry in given.items()}
 
 
 def variables(value: Any) -> dict[str, str]:
     """Environment variables."""
     found = {name: grammar.scalar_text(each) for name, each in mapping(value).items()}
-    for name, each in found.items():
-        if not _VARIABLE.fullmatch(name):
-            raise ValueError(f"{name!r} is not the name of a variable")
+    for name in found:
         if name.startswith(_ORC_VARIABLES):
             raise ValueError(f"{name} is set by orc or SageMaker")
-        if len(each) > MAX_VARIABLE:
-            raise ValueError(f"{name}: SageMaker takes {MAX_VARIABLE} characters; the job's own `env` takes more")
     return found
 
 
@@ -138,9 +93,7 @@ def tags(value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise ValueError(f"expected a mapping of tags, not {value!r}")
     found = {str(key): grammar.scalar_text(each) for key, each in value.items()}
-    for key, each in found.items():
-        if not is_tag(key, each):
-            raise ValueError(f"{key}={each!r} cannot be a tag at AWS: letters, digits, blanks and _.:/=+-@ only")
+    for key in found:
         if key.startswith(("orc:", "aws:")):
             raise ValueError(f"the tag {key} is not for jobs to set")
     return found
@@ -161,18 +114,7 @@ def metrics(value: Any) -> tuple[dict[str, str], ...]:
     for entry in value:
         if not isinstance(entry, Mapping) or set(entry) != {"Name", "Regex"}:
             raise ValueError(f"expected {{Name: ..., Regex: ...}}, not {entry!r}")
-        name, regex = str(entry["Name"]), str(entry["Regex"])
-        try:
-            groups = re.compile(regex).groups
-        except re.error as error:
-            raise ValueError(f"{name}: {regex!r} is not a regular expression: {error}") from None
-        if not groups:
-            raise ValueError(f"{name}: {regex!r} has no group in parentheses: the metric's value is taken from it")
-        if not name or len(name) > 255 or len(regex) > 500:
-            raise ValueError(f"{name}: names have 255 characters at most, expressions 500")
-        found.append({"Name": name, "Regex": regex})
-    if len(found) > 40:
-        raise ValueError(f"{len(found)} metrics; SageMaker takes 40")
+        found.append({"Name": str(entry["Name"]), "Regex": str(entry["Regex"])})
     return tuple(found)
 
 

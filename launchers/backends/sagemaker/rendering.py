@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.attempts.agent_config import agent_file
 from orc.launchers.backends.sagemaker.distribution import adapt_job, instance_of
 from orc.launchers.backends.sagemaker.hyperparameters import hyperparameters
+from orc.launchers.backends.sagemaker.images import is_pending
+from orc.launchers.backends.sagemaker.model import violations
+from orc.launchers.backends.sagemaker.names import ACCOUNT
 from orc.launchers.backends.sagemaker.request import (
     checkpoint_uri,
     local_path,
@@ -16,7 +19,7 @@ from orc.launchers.backends.sagemaker.request import (
     s3_location_of,
     training_request,
 )
-from orc.launchers.backends.sagemaker.settings import Settings, read_settings
+from orc.launchers.backends.sagemaker.settings import Settings, option_of, place_of_option, read_settings
 from orc.launchers.containers.layout import AGENT, RECORDS, ContainerLayout, source_digest
 from orc.launchers.containers.rendering import container_config
 from orc.launchers.environments.rendering import environment_of
@@ -24,6 +27,8 @@ from orc.launchers.errors import RenderError
 from orc.launchers.plan import Plan, PlanCommand, PlanFile
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from orc.launchers.agent.config import AgentConfig
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.ids import AttemptId
@@ -35,13 +40,17 @@ ROOT = "/opt/ml/orc"
 DEFAULT_PYTHON = "python3"
 _CREATE = "CreateTrainingJob"
 REQUEST = "request.json"
+_HINTS = {
+    "arguments": "Pass them as they are, without hyperparameters: resources.options.sagemaker.arguments: plain.",
+    "environment": "The job's own `env` has no limits.",
+}
 
 
 def render_plan(
     job: JobSpec, snapshot: Snapshot, attempt: AttemptId, cluster: Cluster, settings: Settings, region: str
 ) -> Plan:
     """Two files and one command. Raises `RenderError` for a job that SageMaker cannot carry."""
-    job = adapt_job(job, settings)
+    asked, job = job, adapt_job(job, settings)
     instance = instance_of(job, settings)
     location = s3_location_of(settings, region)
     config = _config(job, snapshot, attempt, cluster, settings, region)
@@ -56,6 +65,7 @@ def render_plan(
         python=cluster.python or DEFAULT_PYTHON,
         hyperparameters={} if plain else hyperparameters(job.argv, f"{job.name}: args"),
     )
+    _check_by_model(request, asked, cluster)  # which has the places
     place = location.attempt(attempt)
     agents = PlanFile(place + AGENT, agent_file(config).content, 0o600)
     order = PlanFile(place + REQUEST, request_text(request), 0o600)
@@ -69,6 +79,20 @@ def render_plan(
         trees=snapshot.digests,
         secrets=tuple(job.secrets),
     )
+
+
+def _check_by_model(request: Mapping[str, Any], job: JobSpec, cluster: Cluster) -> None:
+    """Raise `RenderError` for the first part of the request that AWS would refuse, with the key that it comes from."""
+    algorithm = request["AlgorithmSpecification"]
+    known = {} if is_pending(algorithm["TrainingImage"]) else algorithm
+    text = json.dumps({**request, "AlgorithmSpecification": {**algorithm, "TrainingImage": "", **known}})
+    for member, why in violations(json.loads(text.replace(ACCOUNT, "0" * 12))):
+        name = option_of(member)
+        raise RenderError(
+            f"{name or member}: {why}" + ("" if name is None or member.count(".") < 2 else f" ({member})"),
+            where=place_of_option(name, cluster, job) if name else job.name,
+            hint=_HINTS.get(name or "", ""),
+        )
 
 
 def request_of(plan: Plan) -> dict[str, Any]:

@@ -17,14 +17,13 @@ from orc.launchers.backends.sagemaker.names import (
     training_job_name,
 )
 from orc.launchers.backends.sagemaker.readers import is_tag
-from orc.launchers.backends.sagemaker.settings import MAX_RUN_S, Settings
+from orc.launchers.backends.sagemaker.settings import Settings
 from orc.launchers.containers.layout import ENTRY
 from orc.launchers.errors import RenderError
 
 if TYPE_CHECKING:
     from orc.launchers.ids import AttemptId
     from orc.launchers.spec import JobSpec
-    from orc.launchers.spec.options import FrozenModel
 
 INPUT = "/opt/ml/input/data"
 CHANNEL, ATTEMPT_CHANNEL = "orc", "orc-attempt"
@@ -32,7 +31,7 @@ MARKER_VARIABLE = "ORC_ATTEMPT_MARKER"
 DEFAULT_RUN_S = 86400
 # The agents end an attempt at the job's own time limit; SageMaker's comes after that, if they should hang.
 MARGIN_S = 60
-MAX_TAGS, MAX_VARIABLES = 50, 100
+MAX_RUN_S = 28 * 24 * 3600
 
 
 def s3_location_of(settings: Settings, region: str) -> S3Location:
@@ -123,9 +122,6 @@ def _refuse(job: JobSpec, settings: Settings, instance: Instance) -> None:
     if access not in (None, "Platform") and not settings.subnets:
         what = "training_repository_access_mode Vpc: a private registry is reached from a VPC alone"
         wrong.append((what, "Set subnets and security_group_ids to those that see it."))
-    if len(settings.environment) + 1 > MAX_VARIABLES:
-        what = f"environment: {len(settings.environment)} variables; there is room for {MAX_VARIABLES - 1}"
-        wrong.append((what, "Use the job's own `env`, which has no limit."))
     secrets = job.secrets and settings.place.secrets == "secretsmanager"
     if secrets and settings.enable_network_isolation:
         what = "enable_network_isolation: without a network the job cannot ask Secrets Manager for its secrets"
@@ -193,11 +189,12 @@ def _stopping(job: JobSpec, settings: Settings) -> dict[str, int]:
             where=job.name,
             hint="Leave one of them out.",
         )
-    if own is not None and own > MAX_RUN_S:
+    name, longest = ("resources.time", own) if own is not None else ("max_run", settings.max_run or 0)
+    if longest > MAX_RUN_S:
         raise RenderError(
-            f"resources.time = {own} seconds: SageMaker trains {MAX_RUN_S} seconds (28 days) at most",
+            f"{name} = {longest} seconds: SageMaker trains {MAX_RUN_S} seconds (28 days) at most",
             where=job.name,
-            hint="Write time: 28d or less, and `timeout` in retry.on for more than that.",
+            hint="Write 28d or less, and `timeout` in retry.on for more than that.",
         )
     margin = None if own is None else min(own + MARGIN_S + int(job.grace), MAX_RUN_S)
     run = settings.max_run or margin or DEFAULT_RUN_S
@@ -226,8 +223,6 @@ def _tags(job: JobSpec, attempt: AttemptId, settings: Settings) -> list[dict[str
         own["orc:name"] = job.name
     taken = {key: value for key, value in job.tags.items() if is_tag(key, value) and not key.startswith("aws:")}
     found = {**taken, **settings.tags, **own}
-    if len(found) > MAX_TAGS:
-        raise RenderError(f"{len(found)} tags; SageMaker takes {MAX_TAGS}, {len(own)} of them orc's", where=job.name)
     return [{"Key": key, "Value": value} for key, value in sorted(found.items())]
 
 
@@ -256,8 +251,8 @@ def _optional(job: JobSpec, settings: Settings) -> dict[str, Any]:
     )
 
 
-def _section(value: FrozenModel | None) -> dict[str, Any] | None:
-    return value.model_dump(exclude_unset=True) or None if value else None
+def _section(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if value is None else dict(value)
 
 
 def _switch(name: str, value: bool | None) -> dict[str, bool] | None:

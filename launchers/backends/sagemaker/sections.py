@@ -1,4 +1,4 @@
-"""Sections of the settings: channels of data, the distribution of an estimator, parts of the request. Pure."""
+"""Sections of the settings: channels of data, the distribution of an estimator. Pure."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from orc.launchers.backends.sagemaker import readers as read
-from orc.launchers.spec.options import FrozenModel, Reader, matching, one_of, text, whole
+from orc.launchers.spec.options import FrozenModel, Reader, text, whole
 
 Text = Annotated[str, text]
 Truth = Annotated[bool, Reader(read.truth)]
-S3Uri = Annotated[str, Reader(read.s3_uri)]
-ContainerPath = Annotated[str, matching(r"/opt/ml/.+|/[a-z]+/.+", "an absolute path")]
-Name = Annotated[
-    str, matching(r"[a-zA-Z0-9](?:-*[a-zA-Z0-9]){0,119}", "a name: letters, digits and dashes, 120 at most")
-]
 
 
 class Channel(FrozenModel):
@@ -25,21 +20,19 @@ class Channel(FrozenModel):
 
     short_form = "s3_data"
 
-    s3_data: Annotated[str, Reader(read.data_uri)] | None = None
-    distribution: Literal["FullyReplicated", "ShardedByS3Key"] = "FullyReplicated"
-    s3_data_type: Literal["S3Prefix", "ManifestFile", "AugmentedManifestFile"] = "S3Prefix"
-    compression: Literal["None", "Gzip"] | None = None
+    s3_data: Text | None = None
+    distribution: Text = "FullyReplicated"
+    s3_data_type: Text = "S3Prefix"
+    compression: Text | None = None
     content_type: Text | None = None
-    record_wrapping: Literal["None", "RecordIO"] | None = None
-    input_mode: Literal["File", "Pipe", "FastFile"] | None = None
-    attribute_names: Annotated[tuple[Text, ...], read.several(16)] | None = None
+    record_wrapping: Text | None = None
+    input_mode: Text | None = None
+    attribute_names: Annotated[tuple[Text, ...], Reader(read.several)] | None = None
     shuffle_seed: Annotated[int, whole(0, 2**63 - 1)] | None = None
-    file_system_id: (
-        Annotated[str, matching(r"fs-[0-9a-f]{8,18}", "the id of a file system, like fs-0123456789abcdef0")] | None
-    ) = None
-    file_system_type: Literal["EFS", "FSxLustre"] | None = None
-    directory_path: Annotated[str, matching(r"/.*", "an absolute path")] | None = None
-    file_system_access_mode: Literal["ro", "rw"] = "ro"
+    file_system_id: Text | None = None
+    file_system_type: Text | None = None
+    directory_path: Text | None = None
+    file_system_access_mode: Text = "ro"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -117,45 +110,3 @@ class Distribution(FrozenModel):
     def _enabled(self) -> list[str]:
         forms = {"torch_distributed": self.torch_distributed, "pytorchddp": self.pytorchddp, "mpi": self.mpi}
         return [name for name, form in forms.items() if form and form.enabled]
-
-
-# -- in the API's own words
-
-
-class Experiment(FrozenModel):
-    """``ExperimentConfig``."""
-
-    ExperimentName: Name | None = None
-    TrialName: Name | None = None
-    TrialComponentDisplayName: Name | None = None
-    RunName: Name | None = None
-
-
-class TensorBoardOutput(FrozenModel):
-    """``TensorBoardOutputConfig``."""
-
-    S3OutputPath: S3Uri
-    LocalPath: ContainerPath | None = None
-
-
-class Profiler(FrozenModel):
-    """``ProfilerConfig``."""
-
-    S3OutputPath: S3Uri | None = None
-    ProfilingIntervalInMilliseconds: Annotated[int, one_of(100, 200, 500, 1000, 5000, 60000)] | None = None
-    ProfilingParameters: Annotated[dict[str, str], Reader(read.parameters)] = Field({})
-    DisableProfiler: Truth = False
-
-
-class PlacementSpecification(FrozenModel):
-    """Instances of one UltraServer."""
-
-    UltraServerId: Text | None = None
-    InstanceCount: Annotated[int, whole(0, 1000)]
-
-
-class InstancePlacement(FrozenModel):
-    """``InstancePlacementConfig``."""
-
-    EnableMultipleJobs: Truth = False
-    PlacementSpecifications: Annotated[tuple[PlacementSpecification, ...], Field(max_length=10)] = ()

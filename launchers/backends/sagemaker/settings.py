@@ -7,6 +7,7 @@ is held to that by a test.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
 
-MAX_RUN_S = 28 * 24 * 3600
+MANY = 2**31 - 1
 # Key of the cluster that names a table -> the setting in it, and its columns.
 TABLES = {
     "sagemaker_inputs_file": ("inputs", ("channel_name", "data_location")),
@@ -35,32 +36,10 @@ _Model = TypeVar("_Model", bound=FrozenModel)
 
 Text = Annotated[str, text]
 Truth = Annotated[bool, Reader(read.truth)]
-RunTime = Annotated[int, read.whole_seconds(1, MAX_RUN_S)]
+RunTime = Annotated[int, Reader(read.whole_seconds)]
 Version = Annotated[str, Reader(read.stock_version)]
-KmsKey = Annotated[str, matching(r"[a-zA-Z0-9:/_-]+", "a KMS key")]
-Id = Annotated[str, matching(r"[-0-9a-zA-Z]{1,32}", "the id of a subnet or security group")]
-JobName = Annotated[str, matching(r"[a-zA-Z0-9](?:-*[a-zA-Z0-9])*", "a name at SageMaker: letters, digits and dashes")]
-ImageUri = Annotated[str, matching(r".{1,255}", "the name of an image: 255 characters at most")]
-Role = Annotated[
-    str,
-    matching(
-        r"arn:aws[a-z-]*:iam::[0-9]{12}:role/.+|(?!arn:)[a-zA-Z0-9+=,.@_/-]{1,512}", "an IAM role: its name or its ARN"
-    ),
-]
-TrainingPlan = Annotated[
-    str,
-    matching(
-        r"arn:aws[a-z-]*:sagemaker:[a-z0-9-]*:[0-9]{12}:training-plan/.+",
-        "the ARN of a training plan, like arn:aws:sagemaker:us-east-1:123456789012:training-plan/mine",
-    ),
-]
-Function = Annotated[
-    str,
-    matching(
-        r"arn:[A-Za-z0-9-]+:lambda:[A-Za-z0-9-]+:[0-9]{12}:function:.+",
-        "the ARN of a Lambda function, like arn:aws:lambda:us-east-1:123456789012:function:mine",
-    ),
-]
+Several = Annotated[tuple[str, ...], Reader(read.several)]
+ApiObject = Annotated[dict[str, Any], Reader(read.mapping)]  # in the API's own words, which `model` knows
 
 
 def _key(default: Any, becomes: str, doc: str) -> Any:
@@ -83,7 +62,7 @@ class ClusterSettings(FrozenModel):
     prefix: Annotated[str, matching(r"[a-zA-Z0-9!_.*'()/-]+", "a prefix in S3")] = _key(
         "orc", "all S3 locations", "In it."
     )
-    s3_kms_key: KmsKey | None = _key(None, "encryption of uploads", "KMS key of what orc uploads.")
+    s3_kms_key: Text | None = _key(None, "encryption of uploads", "KMS key of what orc uploads.")
     endpoint_url: Annotated[str, matching(r"https?://.+", "a URL")] | None = _key(
         None, "the AWS session", "Another address of AWS's API."
     )
@@ -106,17 +85,17 @@ class Settings(FrozenModel):
 
     place: ClusterSettings = ClusterSettings.model_construct()
     instance_type: Word | None = _key(None, "`ResourceConfig.InstanceType`", "Like ml.p4d.24xlarge.")
-    instance_count: Annotated[int, whole(1, 1000)] | None = _key(
+    instance_count: Annotated[int, whole(1, MANY)] | None = _key(
         None, "`resources.nodes`", "Number of instances; must agree with the job's nodes."
     )
-    role: Role | None = _key(None, "`RoleArn`", "Execution role: its name or its ARN.")
-    image_uri: ImageUri | None = _key(None, "`AlgorithmSpecification.TrainingImage`", "Image of your own.")
+    role: Text | None = _key(None, "`RoleArn`", "Execution role: its name or its ARN.")
+    image_uri: Text | None = _key(None, "`AlgorithmSpecification.TrainingImage`", "Image of your own.")
     pytorch_version: Version | None = _key(None, "the stock image", "PyTorch of the stock image.")
     transformers_version: Version | None = _key(None, "the stock image", "Transformers of the stock image.")
     py_version: Annotated[str, matching(r"py3[0-9]+", "a version like py312")] | None = _key(
         None, "the stock image", "Its Python; checked."
     )
-    base_job_name: JobName | None = _key(None, "`TrainingJobName`", "What the training job's name begins with.")
+    base_job_name: Text | None = _key(None, "`TrainingJobName`", "What the training job's name begins with.")
     arguments: Literal["hyperparameters", "plain"] = _key(
         "hyperparameters", "`HyperParameters`", "Whether arguments must be named, and are shown as hyperparameters."
     )
@@ -131,15 +110,15 @@ class Settings(FrozenModel):
         None, "`runtime.mixed_precision`", "As in configuration files."
     )
     use_cpu: Truth | None = _key(None, "`runtime.use_cpu`", "As in configuration files.")
-    volume_size: Annotated[int, whole(1, 65536)] | None = _key(
+    volume_size: Annotated[int, whole(1, MANY)] | None = _key(
         30, "`ResourceConfig.VolumeSizeInGB`", "Disk of each instance, in GB."
     )
-    volume_kms_key: KmsKey | None = _key(None, "`ResourceConfig.VolumeKmsKeyId`", "KMS key of that disk.")
-    keep_alive_period_in_seconds: Annotated[int, read.whole_seconds(1, 21600)] | None = _key(
+    volume_kms_key: Text | None = _key(None, "`ResourceConfig.VolumeKmsKeyId`", "KMS key of that disk.")
+    keep_alive_period_in_seconds: RunTime | None = _key(
         None, "`ResourceConfig.KeepAlivePeriodInSeconds`", "Keep the instances warm this long."
     )
-    training_plan: TrainingPlan | None = _key(None, "`ResourceConfig.TrainingPlanArn`", "Reserved capacity to run on.")
-    instance_placement_config: sections.InstancePlacement | None = _key(
+    training_plan: Text | None = _key(None, "`ResourceConfig.TrainingPlanArn`", "Reserved capacity to run on.")
+    instance_placement_config: ApiObject | None = _key(
         None, "`ResourceConfig.InstancePlacementConfig`", "Where in an UltraServer; as in the API."
     )
     max_run: RunTime | None = _key(None, "`StoppingCondition.MaxRuntimeInSeconds`", "Longest time of training.")
@@ -148,39 +127,33 @@ class Settings(FrozenModel):
         "`StoppingCondition.MaxWaitTimeInSeconds`",
         "Longest time of waiting for spot capacity and training together.",
     )
-    max_pending: Annotated[int, read.whole_seconds(1800, 2419200)] | None = _key(
-        None, "`StoppingCondition.MaxPendingTimeInSeconds`", "Longest time of waiting."
-    )
+    max_pending: RunTime | None = _key(None, "`StoppingCondition.MaxPendingTimeInSeconds`", "Longest time of waiting.")
     use_spot_instances: Truth = _key(False, "`EnableManagedSpotTraining`", "Spare capacity, for less.")
     inputs: Annotated[dict[str, sections.Channel], Reader(read.named_channels)] = _key(
         {}, "`InputDataConfig`", "Channels of data: S3 locations or file systems, by name."
     )
-    input_mode: Literal["File", "Pipe", "FastFile"] = _key(
-        "File", "`AlgorithmSpecification.TrainingInputMode`", "Of channels."
-    )
+    input_mode: Text = _key("File", "`AlgorithmSpecification.TrainingInputMode`", "Of channels.")
     metric_definitions: Annotated[tuple[dict[str, str], ...], Reader(read.metrics)] = _key(
         (), "`AlgorithmSpecification.MetricDefinitions`", "Metrics that are read from the logs."
     )
     enable_sagemaker_metrics: Truth | None = _key(
         None, "`AlgorithmSpecification.EnableSageMakerMetricsTimeSeries`", "Keep those over time."
     )
-    output_path: sections.S3Uri | None = _key(
+    output_path: Text | None = _key(
         None, "`OutputDataConfig.S3OutputPath`", "Where the model goes; below orc's prefix by default."
     )
-    output_kms_key: KmsKey | None = _key(None, "`OutputDataConfig.KmsKeyId`", "KMS key of the model.")
+    output_kms_key: Text | None = _key(None, "`OutputDataConfig.KmsKeyId`", "KMS key of the model.")
     disable_output_compression: Truth = _key(
         False, "`OutputDataConfig.CompressionType`", "Upload the model as it is, not as model.tar.gz."
     )
-    checkpoint_s3_uri: sections.S3Uri | None = _key(
+    checkpoint_s3_uri: Text | None = _key(
         None, "`CheckpointConfig.S3Uri`", "Where checkpoints are kept; below orc's prefix by default."
     )
-    checkpoint_local_path: sections.ContainerPath = _key(
+    checkpoint_local_path: Annotated[str, matching(r"/.+", "an absolute path")] = _key(
         "/opt/ml/checkpoints", "`CheckpointConfig.LocalPath`", "Where they are in the container."
     )
-    subnets: Annotated[tuple[Id, ...], read.several(16)] = _key((), "`VpcConfig.Subnets`", "Subnets of a VPC.")
-    security_group_ids: Annotated[tuple[Id, ...], read.several(5)] = _key(
-        (), "`VpcConfig.SecurityGroupIds`", "Its security groups."
-    )
+    subnets: Several = _key((), "`VpcConfig.Subnets`", "Subnets of a VPC.")
+    security_group_ids: Several = _key((), "`VpcConfig.SecurityGroupIds`", "Its security groups.")
     enable_network_isolation: Truth = _key(
         False, "`EnableNetworkIsolation`", "No network but among the job's own instances."
     )
@@ -190,20 +163,18 @@ class Settings(FrozenModel):
     environment: Annotated[dict[str, str], Reader(read.variables)] = _key(
         {}, "`Environment`", "Variables of the container; the job's `env` wins. Never for secrets."
     )
-    max_retry_attempts: Annotated[int, whole(1, 30)] | None = _key(
+    max_retry_attempts: Annotated[int, whole(1, MANY)] | None = _key(
         None, "`RetryStrategy.MaximumRetryAttempts`", "SageMaker's own, after internal errors."
     )
     tags: Annotated[dict[str, str], Reader(read.tags)] = _key({}, "`Tags`", "Tags at AWS, beside the job's own.")
-    tensorboard_output_config: sections.TensorBoardOutput | None = _key(
-        None, "`TensorBoardOutputConfig`", "As in the API."
-    )
-    profiler_config: sections.Profiler | None = _key(None, "`ProfilerConfig`", "As in the API.")
+    tensorboard_output_config: ApiObject | None = _key(None, "`TensorBoardOutputConfig`", "As in the API.")
+    profiler_config: ApiObject | None = _key(None, "`ProfilerConfig`", "As in the API.")
     disable_profiler: Truth | None = _key(None, "`ProfilerConfig.DisableProfiler`", "No profiler.")
-    experiment_config: sections.Experiment | None = _key(None, "`ExperimentConfig`", "As in the API.")
-    training_repository_access_mode: Literal["Platform", "Vpc"] | None = _key(
+    experiment_config: ApiObject | None = _key(None, "`ExperimentConfig`", "As in the API.")
+    training_repository_access_mode: Text | None = _key(
         None, "`AlgorithmSpecification.TrainingImageConfig`", "Where a private registry is reached."
     )
-    training_repository_credentials_provider_arn: Function | None = _key(
+    training_repository_credentials_provider_arn: Text | None = _key(
         None, "`AlgorithmSpecification.TrainingImageConfig`", "Function that knows its credentials."
     )
     enable_infra_check: Truth | None = _key(None, "`InfraCheckConfig`", "Check the instances first.")
@@ -248,6 +219,27 @@ def read_settings(cluster: Cluster, job: JobSpec | None = None) -> Settings:
             values.pop("image_uri", None)
         values |= own
     return Settings.model_construct(place=place, **values)
+
+
+def option_of(member: str) -> str | None:
+    """Return the key that becomes the *member* of the request (``VpcConfig.Subnets``), or a part around it."""
+    found = {
+        place: name for name, field in job_fields().items() for place in re.findall(r"`([\w.]+)`", _becomes(field))
+    }
+    inside = [place for place in found if f"{member}.".startswith(f"{place}.")]
+    return found[max(inside, key=len)] if inside else None
+
+
+def place_of_option(name: str, cluster: Cluster, job: JobSpec) -> str:
+    """Return the place of the value of the key *name*: in the job's options, else the cluster's."""
+    given = _of_job(job)
+    given = given if name in given else _of_cluster(cluster)
+    return given.document.origin((name,)).where
+
+
+def _becomes(field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    return str(extra["becomes"]) if isinstance(extra, dict) else ""
 
 
 def _of_cluster(cluster: Cluster) -> Placed:

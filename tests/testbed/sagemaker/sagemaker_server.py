@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import re
 import sys
 import threading
 import time
@@ -20,8 +19,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import botocore.session
-from botocore.model import ListShape, MapShape, Shape, StructureShape
 from moto.core.responses import ActionResult, EmptyResult
 from moto.logs.models import logs_backends
 from moto.s3.models import s3_backends
@@ -29,6 +26,8 @@ from moto.sagemaker import models, responses
 from moto.sagemaker.exceptions import ResourceInUseException, ValidationError
 from moto.server import ThreadedMotoServer
 from sagemaker_training import TERMINAL, PlatformSettings, Training
+
+from orc.launchers.backends.sagemaker.model import violations
 
 ACCOUNT, REGION = "123456789012", "us-east-1"
 GROUP = "/aws/sagemaker/TrainingJobs"
@@ -143,43 +142,6 @@ def write_logs(stream: str, lines: list[str]) -> None:
 # --- the API ---------------------------------------------------------------------------------------------------------
 
 
-def violations(value: Any, shape: Shape, name: str) -> list[str]:
-    """What in *value* breaks the constraints of the API's model."""
-    rules = shape.metadata
-    found = []
-    if isinstance(shape, StructureShape):
-        for key, item in value.items():
-            if key not in shape.members:
-                found.append(f"{name}: unknown member {key}")
-            else:
-                found += violations(item, shape.members[key], f"{name}.{key}")
-        found += [f"{name}.{key}: Member must not be null" for key in shape.required_members if key not in value]
-        return found
-    if isinstance(shape, ListShape):
-        for item in value:
-            found += violations(item, shape.member, f"{name}.member")
-    if isinstance(shape, MapShape):
-        for key, item in value.items():
-            found += violations(key, shape.key, f"{name}.key") + violations(item, shape.value, f"{name}.value")
-    if isinstance(value, bool):
-        return found
-    size = value if isinstance(value, (int, float)) else len(value)
-    if "min" in rules and size < rules["min"]:
-        found.append(f"{name}: Member must have a value or length greater than or equal to {rules['min']}")
-    if "max" in rules and size > rules["max"]:
-        found.append(f"{name}: Member must have a value or length less than or equal to {rules['max']}")
-    if "enum" in rules and value not in rules["enum"]:
-        found.append(f"{name}: Member must satisfy enum value set")
-    if "pattern" in rules and not re.fullmatch(python_pattern(rules["pattern"]), value):
-        found.append(f"{name}: Member must satisfy regular expression pattern: {rules['pattern']}")
-    return found
-
-
-def python_pattern(pattern: str) -> str:
-    """The model's patterns are Java's; the classes of letters, separators and numbers stand inside brackets there."""
-    return pattern.replace(r"\p{L}", r"\w").replace(r"\p{Z}", r"\s").replace(r"\p{N}", r"\d")
-
-
 class Api:
     """The operations on training jobs."""
 
@@ -187,13 +149,11 @@ class Api:
         self.directory = directory
         self.jobs: dict[str, Job] = {}
         self.lock = threading.Lock()
-        model = botocore.session.get_session().get_service_model("sagemaker")
-        self.shape = model.operation_model("CreateTrainingJob").input_shape
 
     def create(self, response: responses.SageMakerResponse) -> ActionResult:
         request = json.loads(response.body)
         name = request["TrainingJobName"]
-        bad = violations(request, self.shape, "request")
+        bad = [f"{member}: {why}" for member, why in violations(request)]
         if bad:
             raise ValidationError(f"{len(bad)} validation error detected: {'; '.join(bad)}")
         stopping = request.get("StoppingCondition") or {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orc.launchers.backends.sagemaker.hyperparameters import MAX_COUNT, hyperparameters
+from orc.launchers.backends.sagemaker.hyperparameters import hyperparameters
 from orc.launchers.errors import RenderError
 
 
@@ -54,12 +54,3 @@ def test_several_values_of_one_name_are_refused_with_a_way_out() -> None:
 def test_a_name_that_is_given_twice_is_refused() -> None:
     with pytest.raises(RenderError, match="--tag is given twice"):
         read("--tag", "a", "--tag=b")
-
-
-def test_limits_of_the_api_are_kept() -> None:
-    with pytest.raises(RenderError, match="101 arguments"):
-        read(*(word for n in range(MAX_COUNT + 1) for word in (f"--n{n}", "1")))
-    with pytest.raises(RenderError, match="values 2500"):
-        read("--text", "x" * 2501)
-    with pytest.raises(RenderError, match="cannot be a hyperparameter"):
-        read("--" + "n" * 257, "1")

@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 
+from orc.launchers.backends import open_backend
+from orc.launchers.backends.base import Snapshot
 from orc.launchers.backends.sagemaker.names import MAX_NAME, partition_of, training_job_name
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
+from orc.launchers.snapshot.manifest import Bundle
+from orc.launchers.spec import load_job
+from orc.launchers.spec.clusters import get_cluster
 
+SNAPSHOT = Snapshot(Bundle.of([]), Bundle.of([]))
 GOLDEN = Path(__file__).parents[2] / "golden" / "sagemaker"
 EVERYTHING = {
     "instance_type": "ml.p3.8xlarge",
@@ -172,26 +178,58 @@ def test_rendering_gives_the_same_bytes_and_holds_no_secret(plan) -> None:
     assert '"token"' not in json.dumps(first.to_dict())
 
 
-def test_rendering_imports_no_sdk_and_reads_no_clock() -> None:
+def test_rendering_asks_no_network_and_makes_the_same_request_without_the_libraries_of_aws(tmp_path) -> None:
     program = """
-import sys
+import socket, sys
 from orc.launchers.backends import open_backend
 from orc.launchers.backends.base import Snapshot
+from orc.launchers.errors import RenderError
 from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec.clusters import Cluster
 from orc.launchers.ids import AttemptId
 from orc.launchers.snapshot.manifest import Entry
 from orc.launchers.spec import JobSpec
+socket.socket.connect = None
 options = {"region": "us-east-1", "role": "r", "instance_type": "ml.c5.xlarge"}
 backend = open_backend(Cluster(name="sm", kind="sagemaker", options=options))
 snapshot = Snapshot(Bundle.of([Entry.link("a", "b")]), Bundle.of([]))
-backend.render(JobSpec(name="x", script="t.py"), snapshot, AttemptId("x-000000", 1))
-heavy = {"boto3", "botocore", "sagemaker", "torch", "urllib3", "tarfile", "concurrent"}
-print(sorted(heavy & set(sys.modules)))
+print(backend.render(JobSpec(name="x", script="t.py"), snapshot, AttemptId("x-000000", 1)).to_dict())
+heavy = {"boto3", "sagemaker", "torch", "tarfile"}
+print(sorted(heavy & set(sys.modules)), file=sys.stderr)
 """
-    env = {**os.environ, "ORC_STATE_DIR": "/nonexistent/state"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    (tmp_path / "botocore.py").write_text("raise ModuleNotFoundError")
+    made = []
+    for path in ("", str(tmp_path)):
+        env = {**os.environ, "ORC_STATE_DIR": "/nonexistent/state", "PYTHONPATH": path}
+        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        assert done.stderr.strip() == "[]"
+        made.append(done.stdout)
+    assert made[0] == made[1]
+
+
+def test_what_the_api_would_refuse_is_named_by_its_key_with_the_place_of_the_value(tmp_path, monkeypatch) -> None:
+    clusters = tmp_path / "clusters.yaml"
+    clusters.write_text(
+        "sm:\n  kind: sagemaker\n  options:\n    region: us-east-1\n    role: arn:aws:iam::1:role/x\n"
+        "    instance_type: ml.c5.xlarge\n"
+    )
+    (tmp_path / "t.py").touch()
+    file = tmp_path / "job.yaml"
+    file.write_text("name: x\nscript: t.py\nresources:\n  options:\n    sagemaker:\n      input_mode: Slow\n")
+    backend, job = open_backend(get_cluster("sm", clusters)), load_job(file).spec
+    with pytest.raises(RenderError, match=r"input_mode: 'Slow' is none of its values .*FastFile") as caught:
+        backend.render(job, SNAPSHOT, AttemptId("x-000000", 1))
+    assert caught.value.where == f"{file}:6:19"
+    with pytest.raises(RenderError, match=r"role: 'arn:aws:iam::1:role/x' does not match arn:") as caught:
+        backend.render(job.model_copy(update={"resources": {}}), SNAPSHOT, AttemptId("x-000000", 1))
+    assert caught.value.where == f"{clusters}:5:11"
+
+
+def test_arguments_beyond_the_limits_of_the_api_are_refused_with_the_way_around_them(plan) -> None:
+    for args in ({f"n{number}": 1 for number in range(101)}, {"text": "x" * 2501}, {"n" * 257: 1}):
+        with pytest.raises(RenderError, match=r"arguments: .* at most") as caught:
+            plan(args=args)
+        assert "arguments: plain" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -296,7 +334,12 @@ REFUSALS = {
     "warm spot": ({"use_spot_instances": True, "keep_alive_period_in_seconds": 60}, {}, {}, "exclude each other"),
     "own disks": ({"instance_type": "ml.g5.xlarge", "volume_kms_key": "k"}, {}, {}, "Leave volume_kms"),
     "a registry without a VPC": ({"training_repository_access_mode": "Vpc"}, {}, {}, "from a VPC alone"),
-    "many variables": ({"environment": {f"A{n}": "x" for n in range(100)}}, {}, {}, "100 variables"),
+    "many variables": (
+        {"environment": {f"A{n}": "x" for n in range(100)}},
+        {},
+        {},
+        "it takes 100 at most",
+    ),
     "a month": ({}, {}, {"resources": {"time": "29d"}}, "28 days"),
     "secrets without a network": (
         {"enable_network_isolation": True},
@@ -307,7 +350,7 @@ REFUSALS = {
     "a file system without a VPC": ({"inputs": {"shared": FILE_SYSTEM}}, {}, {}, "from a VPC alone"),
     "a manifest in files": ({"inputs": {"list": MANIFEST}}, {}, {}, "input_mode Pipe, not File"),
     "compressed files": ({"inputs": {"a": {"s3_data": "s3://b-c/x", "compression": "Gzip"}}}, {}, {}, "not File"),
-    "many tags": ({"tags": {f"t{n}": "x" for n in range(50)}}, {}, {}, "53 tags"),
+    "many tags": ({"tags": {f"t{n}": "x" for n in range(50)}}, {}, {}, "53 entries; it takes 50 at most"),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from orc.launchers.backends import open_backend
 from orc.launchers.backends.sagemaker.arguments import ELSEWHERE, REFUSED
 from orc.launchers.backends.sagemaker.settings import cluster_fields, known_names, read_settings
-from orc.launchers.errors import SpecError
+from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.spec import load_job
 from orc.launchers.spec.clusters import get_cluster
 
@@ -124,8 +124,8 @@ BAD = {
     "experiment_config": [{"ExperimentNam": "x"}, {"ExperimentName": "a_b"}, "digits"],
     "tensorboard_output_config": [{}, {"S3OutputPath": "/tmp"}],
     "profiler_config": [
-        {"ProfilingIntervalInMilliseconds": 7},
-        {"ProfilingParameters": {"local_path": "/x"}},
+        {"ProfilingIntervalInMilliseconds": "often"},
+        {"ProfilingParameters": {"LocalPath": 7}},
         {"S3OutputPath": "s3://my-data/x", "Rules": []},
     ],
     "training_repository_credentials_provider_arn": ["credentials"],
@@ -137,13 +137,13 @@ BAD = {
     "max_run": [0, "soon"],
     "max_pending": [60],
     "keep_alive_period_in_seconds": [100_000],
-    "output_path": ["/tmp/x", "s3://B"],
+    "output_path": ["/tmp/x"],
     "checkpoint_local_path": ["checkpoints"],
-    "subnets": [[], "a b", [f"subnet-{n}" for n in range(17)]],
+    "subnets": ["a b", [f"subnet-{n}" for n in range(17)]],
     "security_group_ids": [[f"sg-{n}" for n in range(6)]],
     "environment": [{"1A": "x"}, {"SM_HOSTS": "x"}, {"A": "x" * 513}, "A=1"],
     "tags": [{"orc:x": "1"}, {"a": "é€\n"}, "team"],
-    "metric_definitions": [{"loss": "no group"}, {"loss": "("}, "loss"],
+    "metric_definitions": [{"loss": "x" * 501}, {"": "x"}, "loss"],
     "inputs": [
         *({"orc": "s3://bucket/x"}, {"a b": "s3://bucket/x"}, {"a": {"s3_data": "x"}}, {"a": {}}),
         {"a": f"s3://bucket/{'x' * 1024}"},
@@ -175,9 +175,9 @@ def test_a_version_that_yaml_has_made_a_number_of_is_what_it_can_only_be(setting
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
-def test_a_value_that_cannot_be_is_refused_with_its_key(settings, name, value) -> None:
-    with pytest.raises(SpecError) as caught:
-        settings({name: value})
+def test_a_value_that_cannot_be_is_refused_with_its_key(plan, name, value) -> None:
+    with pytest.raises(LaunchError) as caught:
+        plan({"subnets": "subnet-1", "security_group_ids": "sg-1", name: value})
     assert name in caught.value.what
     assert "resources.options.sagemaker" in caught.value.where
 
