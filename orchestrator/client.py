@@ -155,18 +155,22 @@ class Client(JobsClient):
         name: str | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> JobView:
-        """Submit what *estimator* describes to a cluster of kind sagemaker.
+        """Submit what *estimator* describes to a cluster whose platform has estimators.
 
-        *estimator* is a mapping of the documented configuration keys and arguments of the SageMaker SDK's estimators,
-        or an object that has them as attributes; *inputs* are those of its ``fit``. Raises `SpecError` for arguments
-        that cannot be carried (docs/reference/sagemaker-options.md). *name* is the job's, *on_progress* as of `submit`.
+        On Amazon SageMaker that is a mapping of the documented configuration keys and arguments of the SDK's
+        estimators, or an object that has them as attributes; *inputs* are those of its ``fit``. Raises `SpecError` for
+        arguments that cannot be carried (docs/reference/sagemaker-options.md). *name* is the job's, *on_progress* as
+        of `submit`.
 
         Returns:
             The new job.
         """
-        from orc.launchers.backends.sagemaker.estimators import load_estimator
+        from orc.launchers.backends.base import SupportsEstimators
 
-        loaded = load_estimator(estimator, self.session.cluster(cluster), name=name, inputs=inputs)
+        backend = self.workspace.backend(cluster)
+        if not isinstance(backend, SupportsEstimators):
+            raise SpecError(f"{cluster} is of kind {backend.kind}, which has no estimators")
+        loaded = backend.load_estimator(estimator, name=name, inputs=inputs)
         return self.submit(loaded, on_progress=on_progress)
 
     def _submitted(self, record: JobRecord) -> JobView:

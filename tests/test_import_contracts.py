@@ -179,7 +179,6 @@ def test_no_modules_name_each_other_in_a_circle_in_their_annotations() -> None:
 KINDS = {path.parent.name for path in (ROOT / "launchers" / "backends").glob("*/__init__.py")}
 # What serves one platform by its nature.
 OF_ONE_PLATFORM = {
-    "orchestrator/client.py": {"sagemaker"},  # `submit_estimator` reads the arguments of SageMaker's SDK
     "orchestrator/submitit_executor.py": {"slurm"},  # the parameters of submitit's executor
 }
 

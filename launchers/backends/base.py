@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from orc.launchers.attempts.records import AttemptExit
     from orc.launchers.remote.transport import Transport
     from orc.launchers.snapshot.content_store import ContentStore
-    from orc.launchers.spec import JobSpec
+    from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.clusters import Cluster
     from orc.launchers.transfer.targets import Targets
 
@@ -124,7 +124,45 @@ class Observation:
     due: bool = False  # of a backend that is `SupportsProvisioning`: there is a step for `advance` to take
 
 
-class Backend(abc.ABC):
+class AttemptFiles(abc.ABC):
+    """Holder of the directories of attempts, which shows their content."""
+
+    is_remote: bool = True  # they are on other machines: state and home directory of this one mean nothing there
+
+    @abc.abstractmethod
+    def files(self, handle: Handle) -> tuple[Transport, str]:
+        """Return the way to the directory of *handle*, and its path there."""
+
+    def log_selectors(self, handle: Handle) -> list[LogSelector]:
+        """Return the logs of *handle* that exist so far: ranks in order, then nodes, then the launcher's."""
+        from orc.launchers.attempts.reader import log_selectors
+
+        return log_selectors(*self.files(handle))
+
+    def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
+        """Yield what the log *selector* of *handle* holds from *offset* (bytes) on. Calling it again there follows."""
+        from orc.launchers.attempts.reader import read_log
+
+        return read_log(*self.files(handle), selector, offset)
+
+    def log_file(self, handle: Handle, selector: LogSelector) -> str | None:
+        """Return the path of the log *selector* of *handle* on this machine; `None` where it has to be fetched."""
+        from orc.launchers.attempts.reader import log_path
+
+        return None if self.is_remote else log_path(self.files(handle)[1], selector)
+
+    def read_file(self, handle: Handle, name: str, offset: int = 0, limit: int | None = None) -> bytes:
+        """Return at most *limit* bytes of the file *name* in the directory of *handle*'s job from *offset* on; none
+        without a file.
+
+        The attempt's first node has it. ``metrics.jsonl`` is such a file.
+        """
+        from orc.launchers.attempts.reader import read_job_file
+
+        return read_job_file(*self.files(handle), name, offset, limit)
+
+
+class Backend(AttemptFiles):
     """A platform that runs attempts: the contract, and what most platforms do alike.
 
     ``SomeBackend(cluster, state_dir=None)`` reads the cluster's options and contacts nothing; connections are made when
@@ -134,7 +172,6 @@ class Backend(abc.ABC):
     """
 
     kind: ClassVar[str]
-    is_remote: bool = True  # the root is on other machines: state and home directory of this one mean nothing there
     programs: ClassVar[tuple[str, ...]] = ()  # that clusters of this kind need on this machine, for `orc doctor`
     # How long after a cut-off submit the attempt may still turn up in `find`, in seconds.
     visibility_s: float = 5.0
@@ -174,7 +211,7 @@ class Backend(abc.ABC):
     def root(self) -> str:
         """The directory of orc's files on the cluster, for display: may begin with ``~``, or be a URL."""
 
-    def close(self) -> None:  # noqa: B027 - some have no connections
+    def close(self) -> None:
         """Close all connections; they are made anew when they are needed again."""
 
     def addresses(self, hosts: Collection[str] = ()) -> dict[str, str]:
@@ -265,7 +302,7 @@ class Backend(abc.ABC):
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
         """Send SIGTERM to all ranks of *handles*, and SIGKILL after *grace*. Returns at once; idempotent."""
 
-    def reap(self, handle: Handle) -> None:  # noqa: B027 - agents end what they started
+    def reap(self, handle: Handle) -> None:
         """End whatever *handle*, an attempt that is over, may have left running; the next attempt starts afterwards."""
 
     def files(self, handle: Handle) -> tuple[Transport, str]:
@@ -274,34 +311,6 @@ class Backend(abc.ABC):
         Raises `BackendError` for a platform whose attempts have none.
         """
         raise BackendError(f"attempts on clusters of kind {self.kind} have no directory", where=handle.marker)
-
-    def log_selectors(self, handle: Handle) -> list[LogSelector]:
-        """Return the logs of *handle* that exist so far: ranks in order, then nodes, then the launcher's."""
-        from orc.launchers.attempts.reader import log_selectors
-
-        return log_selectors(*self.files(handle))
-
-    def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
-        """Yield what the log *selector* of *handle* holds from *offset* (bytes) on. Calling it again there follows."""
-        from orc.launchers.attempts.reader import read_log
-
-        return read_log(*self.files(handle), selector, offset)
-
-    def log_file(self, handle: Handle, selector: LogSelector) -> str | None:
-        """Return the path of the log *selector* of *handle* on this machine; `None` where it has to be fetched."""
-        from orc.launchers.attempts.reader import log_path
-
-        return None if self.is_remote else log_path(self.files(handle)[1], selector)
-
-    def read_file(self, handle: Handle, name: str, offset: int = 0, limit: int | None = None) -> bytes:
-        """Return at most *limit* bytes of the file *name* in the directory of *handle*'s job from *offset* on; none
-        without a file.
-
-        The attempt's first node has it. ``metrics.jsonl`` is such a file.
-        """
-        from orc.launchers.attempts.reader import read_job_file
-
-        return read_job_file(*self.files(handle), name, offset, limit)
 
     def checkpoint_dir(self, spec: Mapping[str, Any], job: str) -> str:
         """Return the place of the checkpoints of *job*, for people; *spec* is its specification as in the ledger."""
@@ -363,11 +372,14 @@ class SupportsExec(Protocol):
 
 
 @runtime_checkable
-class SupportsWorkers(Protocol):
-    """Backend whose machines are known by a name and have numbered workers, for ``orc tpu-config``."""
+class SupportsEstimators(Protocol):
+    """Backend that makes jobs of what the platform's own library describes them with: an object, or its arguments."""
 
-    def workers(self, name: str, only: Sequence[int] | None = None) -> Mapping[str, Transport]:
-        """Return the transports of all workers, or of those numbered in *only*. Raises `LaunchError`."""
+    def load_estimator(self, estimator: object, *, name: str | None = None, inputs: object = None) -> LoadedJob:
+        """Return the job that *estimator* describes, for this cluster; *inputs* are those that its ``fit`` would get.
+
+        Raises `SpecError` that names the argument.
+        """
         ...
 
 

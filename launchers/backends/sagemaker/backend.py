@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.sagemaker.training_jobs import TrainingJobs
     from orc.launchers.ids import AttemptId
     from orc.launchers.plan import Plan
-    from orc.launchers.spec import JobSpec
+    from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.clusters import Cluster
 
 
@@ -108,6 +108,12 @@ class SagemakerBackend(Backend):
     def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
         """Upload the snapshot's trees as one archive, unless they are there."""
         self._jobs.stage(snapshot, self.state_dir)
+
+    def load_estimator(self, estimator: object, *, name: str | None = None, inputs: object = None) -> LoadedJob:
+        """Return the job that an estimator of SageMaker's SDK (version 2), or a mapping of its arguments, describes."""
+        from orc.launchers.backends.sagemaker.estimators import load_estimator
+
+        return load_estimator(estimator, self.cluster, name=name, inputs=inputs)
 
     # -- the start
 

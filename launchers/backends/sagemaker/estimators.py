@@ -64,8 +64,6 @@ def load_estimator(estimator: object, cluster: Cluster, *, name: str | None = No
 
     from orc.launchers.spec import JobSpec, LoadedJob
 
-    if cluster.kind != "sagemaker":
-        raise SpecError(f"estimators run on clusters of kind sagemaker; {cluster.name} is of kind {cluster.kind}")
     data, workdir = job_of(estimator, cluster=cluster.name, name=name, inputs=inputs, options=cluster.options)
     try:
         spec = JobSpec.model_validate(data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,8 +9,8 @@ if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Cluster
 
 
-def open_transports(cluster: Cluster, names: Iterable[str] | None = None) -> dict[str, Transport]:
-    """Return the transports of the cluster's hosts (or of those called *names*), by name. They connect when first used.
+def open_transports(cluster: Cluster) -> dict[str, Transport]:
+    """Return the transports of the cluster's hosts by name. They connect when they are first used.
 
     They share jump hosts; close each when done. Raises `SpecError` when the cluster's options are wrong.
     """
@@ -21,4 +20,4 @@ def open_transports(cluster: Cluster, names: Iterable[str] | None = None) -> dic
 
     settings = read_settings(cluster)
     pool = ConnectionPool(settings.options.access)
-    return {name: SshTransport(settings.spec(name), pool) for name in (settings.names if names is None else names)}
+    return {name: SshTransport(settings.spec(name), pool) for name in settings.names}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.base import (
+    AttemptFiles,
     Backend,
     Cause,
     Handle,
@@ -75,7 +76,6 @@ class TpuBackend(Backend):
         super().__init__(cluster, state_dir=state_dir)
         self.settings: Settings = read_settings(cluster)
         self._pods = Pods(cluster, self.settings, state_dir, lambda: self.api)
-        self._named_workers: Mapping[str, Transport] | None = None
         self._poller = Poller(self._list)
         self._idle_listed_at = float("-inf")  # monotonic
 
@@ -94,9 +94,6 @@ class TpuBackend(Backend):
     def close(self) -> None:
         """Close all connections; they are made anew when they are needed again."""
         self._pods.close()
-        for transport in (self._named_workers or {}).values():
-            transport.close()
-        self._named_workers = None
         if "api" in self.__dict__:
             self.api.close()
 
@@ -117,9 +114,7 @@ class TpuBackend(Backend):
 
     def stores(self, plan: Plan | None = None) -> Targets:
         """Return the stores of the workers of the TPU that the options name. Raises `BackendError` without one."""
-        from orc.launchers.backends.tpu.workers import worker_transports
-        from orc.launchers.remote.ssh.options import DEFAULT_PYTHON
-        from orc.launchers.transfer.targets import Targets
+        from orc.launchers.backends.tpu.workers import find_node
 
         if self.settings.options.name is None:
             raise BackendError(
@@ -127,17 +122,7 @@ class TpuBackend(Backend):
                 where=f"cluster {self.cluster.name}",
                 hint="`orc prune` deletes TPUs that are left. A TPU that `name:` in the options names keeps a store.",
             )
-        if self._named_workers is None:
-            self._named_workers = worker_transports(self.cluster, state_dir=self._given_state_dir)
-        roots = {name: (transport, self.root) for name, transport in self._named_workers.items()}
-        python = self.cluster.python or DEFAULT_PYTHON
-        return Targets(roots, dict.fromkeys(roots, python), shared="auto")
-
-    def workers(self, name: str, only: Sequence[int] | None = None) -> Mapping[str, Transport]:
-        """Return the transports of the workers of the TPU called *name*."""
-        from orc.launchers.backends.tpu.workers import worker_transports
-
-        return worker_transports(self.cluster, name, state_dir=self._given_state_dir, only=only)
+        return replace(self._pods.on(find_node(self.api, self.settings)).stores(), shared="auto")
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
         """Request the TPU in the first zone that takes the request; adopt what was requested before.
@@ -345,26 +330,22 @@ class TpuBackend(Backend):
 
         return LocalTransport(), self._local(handle).attempt_directory
 
+    def _holder(self, handle: Handle) -> AttemptFiles:
+        """Return who has the attempt's files: its pod, until they have been copied here."""
+        pod = None if self._local(handle).has_logs else self._reachable(handle)
+        return pod or _Copies(self)
+
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
         """Return the logs on the workers, or in the copy."""
-        if self._local(handle).has_logs:
-            return super().log_selectors(handle)
-        inner = self._reachable(handle)
-        return [] if inner is None else inner.log_selectors(handle)
+        return self._holder(handle).log_selectors(handle)
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
         """Yield a log from the worker that runs the rank, or from the copy."""
-        if self._local(handle).has_logs:
-            return super().logs(handle, selector, offset)
-        inner = self._reachable(handle)
-        return iter(()) if inner is None else inner.logs(handle, selector, offset)
+        return self._holder(handle).logs(handle, selector, offset)
 
     def read_file(self, handle: Handle, name: str, offset: int = 0, limit: int | None = None) -> bytes:
         """Return a file of the job from worker 0, or from the copy."""
-        if self._local(handle).has_logs:
-            return super().read_file(handle, name, offset, limit)
-        inner = self._reachable(handle)
-        return b"" if inner is None else inner.read_file(handle, name, offset, limit)
+        return self._holder(handle).read_file(handle, name, offset, limit)
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Return OpenSSH commands with the addresses and host keys that were found when the TPU came up."""
@@ -495,6 +476,17 @@ class TpuBackend(Backend):
         from orc.launchers.backends.tpu.local_state import LocalState
 
         return LocalState(directory_of(self.cluster, request.tpu_id(marker), self._given_state_dir), marker)
+
+
+class _Copies(AttemptFiles):
+    """The copies of attempts' directories on this machine, which are empty before."""
+
+    def __init__(self, backend: TpuBackend) -> None:
+        self._backend = backend
+
+    def files(self, handle: Handle) -> tuple[Transport, str]:
+        """Return this machine, and the copy."""
+        return self._backend.files(handle)
 
 
 def _observed(end: Ended) -> Observation:

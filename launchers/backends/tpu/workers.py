@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from orc.launchers.backends.tpu.client import TpuApi
     from orc.launchers.backends.tpu.lifecycle import Node
     from orc.launchers.backends.tpu.settings import Options, Settings
-    from orc.launchers.remote.transport import Transport
     from orc.launchers.spec.clusters import Cluster
 
 _KEY_TYPE, _KEY = r"[a-z0-9][a-z0-9@.-]*", r"[A-Za-z0-9+/]+={0,2}"
@@ -155,39 +154,10 @@ def has_started(sight: HostStatus) -> bool:
     return sight.present and sight.record(f"node-{(sight.answer or {}).get('node')}/lease.json") is not None
 
 
-def worker_transports(
-    cluster: Cluster, name: str | None = None, *, state_dir: Path | None = None, only: Sequence[int] | None = None
-) -> dict[str, Transport]:
-    """Return the transports of a TPU's workers, in order; *name* is the one in the options unless given.
-
-    *only* are the numbers of some of the workers. They connect when they are first used; close each when done. Raises
-    `SpecError` for options that are wrong, `BackendError` for a TPU that is not there or not up.
-    """
-    from orc.launchers.backends.ssh.transports import open_transports
-    from orc.launchers.backends.tpu.client import TpuApi
-    from orc.launchers.backends.tpu.settings import read_settings
-
-    settings = read_settings(cluster)
-    api = TpuApi(settings.options)
-    try:
-        node = find_node(api, settings, name)
-        workers = open_workers(api, settings, node, directory_of(cluster, node.id, state_dir))
-    finally:
-        api.close()
-    names = [machine.name for machine in workers.machines]
-    if only is not None:
-        if missing := [number for number in only if not 0 <= number < len(names)]:
-            raise BackendError(f"there is no worker {missing[0]}; the TPU has {len(names)}", where=node.name)
-        names = [names[number] for number in only]
-    inner = ssh_cluster(cluster, settings, [machine.name for machine in workers.machines], workers.ssh_config)
-    return open_transports(inner, names)
-
-
-def find_node(api: TpuApi, settings: Settings, name: str | None = None) -> Node:
-    """Return the TPU of that name, which is up, in the first zone that has it. Raises `BackendError`."""
-    wanted = name or settings.options.name
-    if wanted is None:
-        raise BackendError("which TPU?", hint="Name it, or set `name:` in the options of the cluster.")
+def find_node(api: TpuApi, settings: Settings) -> Node:
+    """Return the TPU that the options name, which is up, in the first zone that has it. Raises `BackendError`."""
+    wanted = settings.options.name
+    assert wanted is not None  # the caller has looked
     for zone in settings.options.zones:
         node = api.node(zone, wanted)
         if node is None:

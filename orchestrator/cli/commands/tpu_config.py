@@ -15,6 +15,7 @@ from orc.orchestrator.cli.options import EITHER_SPELLING, SECONDS, complete_clus
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
+    from orc.launchers.backends.base import Backend
     from orc.launchers.hosts.commands import Script
     from orc.launchers.remote.transport import Transport
     from orc.launchers.spec.clusters import Cluster
@@ -69,6 +70,7 @@ def command(
     Commands of a file come first, then those of --command; each worker stops at the first that fails. Lines come with
     the worker's name in front. The exit status is the highest of all workers; 5 stands for one that did not answer.
     """
+    from orc.launchers.backends import open_backend
     from orc.launchers.hosts.commands import Script
 
     config = _config(config_file) if config_file else {}
@@ -95,15 +97,15 @@ def command(
         _print_plan(chosen, zone, str(name), workers, script, as_json)
         return 0
     assert chosen is not None
-    transports = _transports(chosen, str(name), workers)
+    backend = open_backend(chosen.model_copy(update={"options": {**chosen.options, "name": str(name)}}))
     document = {"cluster": chosen.name, "tpu": name} if as_json else None
     try:
+        transports = _transports(backend, workers)
         if wheel:
             _copy(transports, *wheel)
         return run_and_report(transports, script, timeout, document=document, noun="worker")
     finally:
-        for transport in transports.values():
-            transport.close()
+        backend.close()
 
 
 def _local_build() -> tuple[str, bytes]:
@@ -125,20 +127,22 @@ def _copy(transports: Mapping[str, Transport], name: str, content: bytes) -> Non
             raise failed.of(worker)
 
 
-def _transports(cluster: Cluster, name: str, workers: tuple[int, ...]) -> Mapping[str, Transport]:
-    from orc.launchers.backends import open_backend
-    from orc.launchers.backends.base import SupportsWorkers
+def _transports(backend: Backend, only: tuple[int, ...]) -> Mapping[str, Transport]:
+    """Return the transports of all workers, or of those numbered in *only*. Raises `BackendError`."""
+    from orc.launchers.errors import BackendError
 
-    backend = open_backend(cluster)
-    assert isinstance(backend, SupportsWorkers)
-    return backend.workers(name, workers or None)
+    found = {name: transport for name, (transport, _) in backend.stores().roots.items()}
+    names = list(found)
+    if missing := [number for number in only if number >= len(names)]:
+        raise BackendError(f"there is no worker {missing[0]}; the TPU has {len(names)}", where=backend.cluster.name)
+    return {names[number]: found[names[number]] for number in only} if only else found
 
 
-def _has_workers(cluster: Cluster) -> bool:
+def _makes_machines(cluster: Cluster) -> bool:
     from orc.launchers.backends import backend_class
-    from orc.launchers.backends.base import SupportsWorkers
+    from orc.launchers.backends.base import SupportsProvisioning
 
-    return issubclass(backend_class(cluster.kind), SupportsWorkers)
+    return issubclass(backend_class(cluster.kind), SupportsProvisioning)
 
 
 def _cluster(name: str | None, zone: str | None, *, needed: bool) -> Cluster | None:
@@ -151,10 +155,10 @@ def _cluster(name: str | None, zone: str | None, *, needed: bool) -> Cluster | N
 
     if name is not None:
         cluster = get_cluster(name)
-        if not _has_workers(cluster):
+        if not _makes_machines(cluster):
             raise SpecError(f"{name} is of kind {cluster.kind}, not tpu", hint="`orc clusters` lists the clusters.")
     else:
-        found = [one for one in load_clusters().values() if _has_workers(one)]
+        found = [one for one in load_clusters().values() if _makes_machines(one)]
         if not found and not needed:
             return None
         if not found:

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from orc.launchers.backends.sagemaker.arguments import REFUSED
 from orc.launchers.backends.sagemaker.estimators import load_estimator
 from orc.launchers.backends.sagemaker.settings import read_settings
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import LoadedJob
+from orc.orchestrator.client import Client
 
 
 @pytest.fixture
@@ -152,6 +154,18 @@ def test_an_estimator_that_is_no_job_says_why(why, load) -> None:
     assert what in caught.value.what
 
 
-def test_estimators_are_for_clusters_of_their_kind(cluster, source) -> None:
-    with pytest.raises(SpecError, match="of kind ssh"):
-        load_estimator({"entry_point": "train.py"}, cluster().model_copy(update={"kind": "ssh"}))
+def test_a_client_submits_an_estimator_to_a_platform_that_has_them_and_to_no_other(
+    cluster, source, orc_home, monkeypatch
+) -> None:
+    (orc_home / "config").mkdir(parents=True)
+    entry = {"sm": cluster().model_dump(mode="json", include={"kind", "options"})}
+    (orc_home / "config" / "clusters.yaml").write_text(yaml.safe_dump(entry))
+    sent = []
+    monkeypatch.setattr(Client, "submit", lambda self, loaded, **_: sent.append(loaded))
+    given = {"entry_point": "train.py", "source_dir": str(source)}
+    with Client() as client:
+        client.submit_estimator(given, cluster="sm", inputs="s3://my-data/x", name="mine")
+        with pytest.raises(SpecError, match="local is of kind local, which has no estimators"):
+            client.submit_estimator(given, cluster="local")
+    (loaded,) = sent
+    assert (loaded.spec.name, loaded.spec.script, loaded.spec.cluster) == ("mine", "train.py", "sm")

@@ -14,10 +14,9 @@ from orc.launchers.backends.tpu.workers import (
     known_hosts,
     open_workers,
     ssh_config,
-    worker_transports,
     workers_of,
 )
-from orc.launchers.errors import BackendError, BackendUnreachable
+from orc.launchers.errors import BackendUnreachable
 from orc.launchers.remote.ssh import known_hosts as trusted
 from orc.launchers.remote.ssh.client import ssh_argv
 from orc.launchers.remote.ssh.config import read_config, resolve
@@ -130,8 +129,3 @@ def test_openssh_reads_it_the_same_way(cluster: Make, tmp_path: Path) -> None:
         "serveraliveinterval 77",
     }
     assert wanted <= set(shown)
-
-
-def test_a_tpu_has_to_be_named_to_be_entered(cluster: Make, tmp_path: Path) -> None:
-    with pytest.raises(BackendError, match="which TPU"):
-        worker_transports(cluster(endpoint="127.0.0.1:1", insecure=True), state_dir=tmp_path)

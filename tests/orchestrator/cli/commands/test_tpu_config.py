@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from orc.launchers.backends.tpu import TpuBackend
 from orc.launchers.remote.transport import LocalTransport
+from orc.launchers.transfer.targets import Targets
 
 TPU = {"kind": "tpu", "options": {"project": "demo-project", "zones": ["us-central2-b"], "accelerator_type": "v4-16"}}
 REFUSED = [
@@ -43,15 +45,13 @@ def clusters(orc_home: Path):
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """This machine in the place of two workers; what they were asked for."""
-    from orc.launchers.backends.tpu import workers
-
     asked: dict[str, Any] = {}
 
-    def transports(cluster: Any, name: str, *, only: Any = None, **_: Any) -> dict[str, LocalTransport]:
-        asked.update(zones=cluster.options["zones"], name=name, only=only)
-        return {f"worker-{number}": LocalTransport() for number in only or (0, 1)}
+    def stores(backend: TpuBackend, plan: Any = None) -> Targets:
+        asked.update(zones=list(backend.settings.options.zones), name=backend.settings.options.name)
+        return Targets({f"worker-{number}": (LocalTransport(), "/r") for number in (0, 1)}, {})
 
-    monkeypatch.setattr(workers, "worker_transports", transports)
+    monkeypatch.setattr(TpuBackend, "stores", stores)
     return asked
 
 
@@ -93,7 +93,7 @@ def test_lines_of_all_workers_come_with_their_names(orc, clusters, workers, plac
     for worker in ("worker-0", "worker-1"):
         lines = [line for line in done.out.splitlines() if line.startswith(f"{worker}: ")]
         assert lines == [f"{worker}: {text}" for text in ("hello there", "1", "2", "last")]
-    assert workers == {"zones": ["us-central2-b"], "name": "my-tpu", "only": None}
+    assert workers == {"zones": ["us-central2-b"], "name": "my-tpu"}
 
 
 def test_the_status_is_that_of_the_worst_worker(orc, clusters, workers) -> None:
@@ -139,7 +139,7 @@ def test_accelerates_configuration_is_read_and_options_win(orc, clusters, worker
     (place / "accelerate.yaml").write_text(yaml.safe_dump(config))
     done = orc("tpu-config", "--config_file", "accelerate.yaml", "--worker", "0")
     assert done.out == "worker-0: from a file\nworker-0: configured, again\n"
-    assert workers == {"zones": ["europe-west4-a"], "name": "configured", "only": (0,)}
+    assert workers == {"zones": ["europe-west4-a"], "name": "configured"}
     done = orc(
         *("tpu-config", "--config-file", "accelerate.yaml", "--worker", "0", "--command", "echo only $A"),
         *("--tpu-name", "other", "--env", "A=given"),
