@@ -189,6 +189,7 @@ for room in (orc.launchers, orc.orchestrator):
         if ".migrations." not in module.name and not module.name.startswith(NEED_AN_EXTRA):
             importlib.import_module(module.name)
 """
-    # Subclasses of a library's classes, imported where they are used; the service, which is an extra.
-    code = "NEED_AN_EXTRA = ('orc.orchestrator.submitit_executor', 'orc.orchestrator.service')\n" + code
+    # Subclasses of a library's classes, imported where they are used; the service, which is an extra; pytest's plug-in.
+    extras = ("orc.orchestrator.submitit_executor", "orc.orchestrator.service", "orc.launchers.testing")
+    code = f"NEED_AN_EXTRA = {extras}\n" + code
     run(installed, "python", "-c", code, cwd=tmp_path)

@@ -176,7 +176,7 @@ PROMISES: dict[str, list[tuple[str, str]]] = {
         ("runtime/core/test_names.py", "test_names_that_lead_elsewhere_are_refused"),
         ("runtime/core/test_names.py", "test_offloaded_weights_stay_in_their_folder"),
         ("launchers/snapshot/test_manifest.py", "test_links_out_of_the_tree_are_refused"),
-        ("launchers/backends/sagemaker/test_entry.py", "test_an_archive_cannot_reach_out_of_its_place"),
+        ("launchers/containers/test_program.py", "test_an_archive_cannot_reach_out_of_its_place"),
     ],
     "A working directory may be": [
         ("launchers/snapshot/test_scan.py", "test_git_runs_nothing_that_a_repository_asks_for"),

@@ -19,7 +19,16 @@ def backend_class(kind: str, where: str = "") -> type[Backend]:
     if not BACKENDS.has(kind):
         hint = f"known kinds: {', '.join(BACKENDS.kinds())}"
         raise SpecError(f"unknown cluster kind {kind!r}", where=where, hint=hint)
-    return cast("type[Backend]", BACKENDS.load(kind))
+    found = cast("type[Backend]", BACKENDS.load(kind))
+    from orc.launchers.backends.base import PROTOCOL
+
+    if found.protocol != PROTOCOL:
+        raise SpecError(
+            f"the backend {kind} was written for version {found.protocol} of the protocol, and this orc has {PROTOCOL}",
+            where=where,
+            hint=f"Update {'orc' if found.protocol > PROTOCOL else 'the package of the backend'}.",
+        )
+    return found
 
 
 def open_backend(cluster: Cluster, state_dir: Path | None = None) -> Backend:

@@ -31,12 +31,19 @@ from orc.launchers.plan import Plan
 from orc.launchers.snapshot.trees import Snapshot as Snapshot
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from orc.launchers.attempts.records import AttemptExit
     from orc.launchers.remote.transport import Transport
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.clusters import Cluster
     from orc.launchers.transfer.targets import Targets
+
+
+# Version of the contract of backends: another one where a method, or what is stable (`orc.launchers.testing.surface`),
+# changes so that a backend has to change with it.
+PROTOCOL = 1
 
 
 @dataclass(frozen=True)
@@ -172,12 +179,16 @@ class Backend(AttemptFiles):
     """
 
     kind: ClassVar[str]
+    protocol: ClassVar[int] = PROTOCOL  # that the class was written for; a package of its own says it
+    options_model: ClassVar[type[BaseModel] | None] = None  # of `options:` of a cluster, for editors and completion
+    job_options_model: ClassVar[type[BaseModel] | None] = None  # of `resources.options.<kind>` of a job
     programs: ClassVar[tuple[str, ...]] = ()  # that clusters of this kind need on this machine, for `orc doctor`
     # How long after a cut-off submit the attempt may still turn up in `find`, in seconds.
     visibility_s: float = 5.0
     # For how long an attempt that is LOST may come back, in seconds, unless the cluster's ``lost_after`` says so.
     lost_after_s: float = 0.0
     avoids: bool = False  # chooses the hosts itself, and heeds `Placement.avoid`
+    keeps_work: bool = True  # the working copy of a job is there for its next attempt
     passes_artefacts: bool = False  # outputs of its jobs can be fetched from here, and inputs be brought to them
     logs_in: bool = False  # users may have accounts of their own on its clusters (``run_as`` of clusters.yaml)
     self_driving: bool = False  # starts the next reconciler pass by itself when an attempt ends

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from pydantic import BaseModel
 
 from orc.launchers.spec.clusters import LOCAL, Cluster
 from orc.launchers.spec.environment import Conda, Container, Copy, Environment, Venv
@@ -51,12 +53,21 @@ def job_schema() -> dict[str, Any]:
     return schema
 
 
-def clusters_schema() -> dict[str, Any]:
-    """Return the schema of a clusters file: a cluster by each name."""
+def clusters_schema(options: Mapping[str, type[BaseModel]] | None = None) -> dict[str, Any]:
+    """Return the schema of a clusters file: a cluster by each name. *options* are the models of options, by kind."""
     schema = _finished(Cluster.model_json_schema(), "")
     definitions = schema.pop("$defs", {})
     del schema["properties"]["name"], schema["$schema"]
-    definitions["Cluster"] = schema | {"required": ["kind"]}
+    conditions = []
+    for kind, model in (options or {}).items():
+        raw = model.model_json_schema(ref_template=f"#/$defs/{kind}.{{model}}")
+        own = _finished(raw, f"Options of a cluster of kind {kind}")
+        del own["$schema"]
+        definitions |= {f"{kind}.{name}": inner for name, inner in own.pop("$defs", {}).items()}
+        definitions[f"{kind} options"] = own
+        then = {"properties": {"options": {"$ref": f"#/$defs/{kind} options"}}}
+        conditions.append({"if": {"properties": {"kind": {"const": kind}}}, "then": then})
+    definitions["Cluster"] = schema | {"required": ["kind"]} | ({"allOf": conditions} if conditions else {})
     definitions["Local"] = schema | {"required": []}
     return {
         "$schema": DIALECT,

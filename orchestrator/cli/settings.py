@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from click.shell_completion import CompletionItem
 
-from orc.launchers.plugins import COMMANDS
+from orc.launchers.plugins import BACKENDS, COMMANDS
 from orc.launchers.spec.job import JobSpec
 from orc.launchers.spec.load import known_keys
 from orc.launchers.spec.options import field_at, section_at
@@ -30,10 +30,23 @@ def complete(incomplete: str) -> list[CompletionItem]:
 def _keys(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield the keys below *path*: ``resources.`` for a section, ``name=`` for a value."""
     prefix = "".join(f"{part}." for part in path)
+    if path[:2] == ("resources", "options"):
+        yield from _backend_options(prefix, path[2:])
+        return
     for key in known_keys(path):
         inner = known_keys((*path, key))
         about = JOB_DOCS[key] if path == ("runtime",) else _about((*path, key))
         yield f"{prefix}{key}{'.' if inner or _is_mapping((*path, key)) else '='}", about
+
+
+def _backend_options(prefix: str, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield the kinds of clusters, or the options that a job has for one of them."""
+    from orc.launchers.backends import backend_class
+
+    if not path:
+        yield from ((f"{prefix}{kind}.", "") for kind in BACKENDS.kinds())
+    elif len(path) == 1 and BACKENDS.has(path[0]) and (model := backend_class(path[0]).job_options_model):
+        yield from ((f"{prefix}{name}=", field.description or "") for name, field in model.model_fields.items())
 
 
 def _field(path: tuple[str, ...]) -> Any:

@@ -39,6 +39,7 @@ class SagemakerBackend(Backend):
     kind = "sagemaker"
     visibility_s = 30.0
     lost_after_s = 60.0
+    keeps_work = False  # it ends with the containers
 
     def __init__(self, cluster: Cluster, *, state_dir: Path | None = None) -> None:
         super().__init__(cluster, state_dir=state_dir)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from orc.orchestrator.cli.options import json_option
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 
 @click.command("schema")
@@ -17,8 +22,25 @@ def command(kind: str, as_json: bool) -> None:
     orc schema > job.schema.json        # and in job.yaml, at the top:
     # yaml-language-server: $schema=job.schema.json
     """
-    from orc.launchers.spec.json_schema import SCHEMAS
+    from orc.launchers.spec.json_schema import clusters_schema, job_schema
     from orc.orchestrator.cli.ui.output import echo_json
 
     del as_json  # it is JSON anyway
-    echo_json(SCHEMAS[kind]())
+    echo_json(job_schema() if kind == "job" else clusters_schema(_options_models()))
+
+
+def _options_models() -> dict[str, type[BaseModel]]:
+    """Return the models of the options of clusters, of all kinds that have one, those of other packages included."""
+    from orc.launchers.backends import backend_class
+    from orc.launchers.errors import LaunchError
+    from orc.launchers.plugins import BACKENDS
+
+    found = {}
+    for kind in BACKENDS.kinds():
+        try:
+            model = backend_class(kind).options_model
+        except LaunchError:  # of a package that cannot be loaded: whoever uses the kind is told why
+            continue
+        if model is not None:
+            found[kind] = model
+    return found

@@ -6,46 +6,26 @@ its attempts do not lie on a file system of this machine, it joins with a `View`
 
 from __future__ import annotations
 
-import json
-import pickle
-import shutil
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import pytest
 from hosts_testbed import USER, HostsTestbed
-from polling import polls
 from sagemaker_testbed import SagemakerTestbed, in_containers
 from tpu_testbed import Pods
 
-from orc.launchers.agent.procfs import marked_processes
 from orc.launchers.backends import open_backend
 from orc.launchers.backends.base import (
     Backend,
-    Handle,
-    LogSelector,
-    Observation,
-    Phase,
-    Snapshot,
-    SupportsProvisioning,
 )
 from orc.launchers.backends.sagemaker.names import training_job_name
 from orc.launchers.backends.slurm import SlurmBackend
 from orc.launchers.backends.ssh import SshBackend
 from orc.launchers.backends.tpu import TpuBackend
-from orc.launchers.ids import AttemptId, new_job_id
-from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan
-from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.runtime_tree import runtime_bundle
-from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster, builtin_local
+from orc.launchers.testing.fixtures import LAUNCHERS, launcher, make_job, run
+from orc.launchers.testing.jobs import View
 
 BACKENDS = [
     "local",
@@ -56,7 +36,6 @@ BACKENDS = [
     "toy",
     pytest.param("tpu", marks=[pytest.mark.hosts, pytest.mark.xdist_group("hosts")]),
 ]
-LAUNCHERS = ["python", "torchrun", "mpirun"]
 # Behind a login node only the way to Slurm is another one: these show everything that goes that way.
 REPRESENTATIVE = {
     "slurm-ssh": {
@@ -221,23 +200,6 @@ def backend_under_test(request: pytest.FixtureRequest) -> Backend:
     return backend
 
 
-@pytest.fixture(params=LAUNCHERS)
-def launcher(request: pytest.FixtureRequest) -> str:
-    if request.param == "mpirun" and shutil.which("mpirun") is None:
-        pytest.skip("no mpirun (Debian: openmpi-bin)")
-    return str(request.param)
-
-
-# Where the attempts of a backend are, as this test sees them: from the plan and the path over there to paths here, one
-# for each machine that has a copy.
-View = Callable[[Plan, PurePosixPath], Sequence[Path]]
-
-
-def on_this_machine(plan: Plan, path: PurePosixPath) -> Sequence[Path]:
-    """The machine's own files, or a file system that all nodes share."""
-    return [Path(path)]
-
-
 @pytest.fixture
 def view(backend_under_test: Backend, request: pytest.FixtureRequest) -> View:
     if backend_under_test.kind == "sagemaker":
@@ -247,7 +209,7 @@ def view(backend_under_test: Backend, request: pytest.FixtureRequest) -> View:
         pods: Pods = request.getfixturevalue("tpu_pods")
         return lambda plan, path: [home / path.relative_to(f"/home/{USER}") for home in pods.homes(plan.marker)]
     if backend_under_test.kind != "ssh":
-        return on_this_machine
+        return lambda plan, path: [Path(path)]
     hosts: HostsTestbed = request.getfixturevalue("hosts")
 
     def on_hosts(plan: Plan, path: PurePosixPath) -> Sequence[Path]:
@@ -257,160 +219,9 @@ def view(backend_under_test: Backend, request: pytest.FixtureRequest) -> View:
     return on_hosts
 
 
-SUBMIT = """
-import os, pickle, signal, sys
-from orc.launchers.backends import open_backend
-cluster, plan, secrets, then_die = pickle.load(sys.stdin.buffer)
-open_backend(cluster).submit(plan, secrets)
-if then_die:
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@dataclass
-class Job:
-    """A job on its way through a backend."""
-
-    backend: Backend
-    plan: Plan
-    view: View
-    secrets: Mapping[str, str] = field(default_factory=dict)
-    handle: Handle | None = None
-
-    @property
-    def directory(self) -> PurePosixPath:
-        """The attempt's directory, as the job sees it."""
-        config = json.loads(next(f.content for f in self.plan.files if f.path.endswith("agent.json")))
-        return PurePosixPath(config["attempt_dir"])
-
-    @property
-    def work(self) -> PurePosixPath:
-        """The working directory of its ranks."""
-        config = json.loads(next(f.content for f in self.plan.files if f.path.endswith("agent.json")))
-        return PurePosixPath(config.get("work_dir") or self.directory.parent / "work")
-
-    @property
-    def directories(self) -> Sequence[Path]:
-        """The same as this test sees it: one for each machine that does not share it."""
-        return self.view(self.plan, self.directory)
-
-    def read(self, name: str) -> bytes:
-        """What the file *name* in the job's directory holds, over all machines."""
-        return b"".join((directory.parent / name).read_bytes() for directory in self.directories)
-
-    def go(self) -> None:
-        """Make the file ``go`` in the job's directory, for which its script waits."""
-        for directory in self.directories:
-            (directory.parent / "go").touch()
-
-    def submit(self) -> Job:
-        self.handle = self.backend.submit(self.plan, self.secrets)
-        return self
-
-    def submit_elsewhere(self, *, then_die: bool = False) -> subprocess.Popen[bytes]:
-        """The same in a process of its own, which may be killed as soon as that has worked."""
-        cluster = self.backend.cluster
-        process = subprocess.Popen([sys.executable, "-c", SUBMIT], stdin=subprocess.PIPE)
-        assert process.stdin is not None
-        with process.stdin:
-            pickle.dump((cluster, self.plan, dict(self.secrets), then_die), process.stdin)
-        return process
-
-    def poll(self) -> Observation:
-        assert self.handle is not None
-        seen = self.backend.poll([self.handle])[self.handle]
-        if seen.due and isinstance(self.backend, SupportsProvisioning):
-            return self.backend.advance(self.handle, self.plan, self.secrets)
-        return seen
-
-    def until(self, done: Callable[[Observation], bool], timeout_s: float = 150.0) -> Observation:
-        for _ in polls(timeout_s):
-            if done(seen := self.poll()):
-                return seen
-        raise AssertionError(f"still {seen}; logs: {self.all_logs()}")
-
-    def wait(self, timeout_s: float = 150.0) -> Observation:
-        """The last observation; by then nothing of the job may be running any more."""
-        seen = self.until(lambda o: o.phase.ended, timeout_s)
-        for _ in polls(60, 0.02):
-            if not (left := marked_processes(str(self.directory))):
-                return seen
-        raise AssertionError(f"still running: {left}")
-
-    def cancel(self, grace_s: float) -> None:
-        assert self.handle is not None
-        self.backend.cancel([self.handle], timedelta(seconds=grace_s))
-
-    def log(self, rank: int | None = None, node: int | None = None, offset: int = 0) -> str:
-        assert self.handle is not None
-        chunks = self.backend.logs(self.handle, LogSelector(rank=rank, node=node), offset)
-        return b"".join(chunk.data for chunk in chunks).decode()
-
-    def until_log(self, rank: int, text: str, timeout_s: float = 150.0) -> None:
-        self.until(lambda _: text in self.log(rank), timeout_s)
-
-    def all_logs(self) -> dict[str, str]:
-        assert self.handle is not None
-        return {str(s): self.log(s.rank, s.node) for s in self.backend.log_selectors(self.handle)}
-
-
-@pytest.fixture
-def make_job(backend_under_test: Backend, view: View, tmp_path: Path, orc_home: Path) -> Callable[..., Job]:
-    """``make_job(source, nodes=1, procs=1, launcher="python", ...)``: rendered and staged, not yet submitted."""
-    store = ContentStore(Path(Layout.at((orc_home / "state").as_posix()).store))
-
-    def make(
-        source: str,
-        /,
-        *,
-        nodes: int = 1,
-        procs: int = 1,
-        launcher: str = "python",
-        args: Sequence[str] = (),
-        secrets: Mapping[str, str] | None = None,
-        resources: Mapping[str, Any] | None = None,
-        number: int = 1,
-        job_id: str | None = None,
-        **spec: Any,
-    ) -> Job:
-        workdir = tmp_path / "workdir"
-        workdir.mkdir(exist_ok=True)
-        (workdir / "train.py").write_text(textwrap.dedent(source))
-        job = JobSpec.model_validate(
-            {
-                "name": "conformance",
-                "script": "train.py",
-                "args": list(args),
-                "launcher": launcher,
-                "resources": {"nodes": nodes, "procs_per_node": procs, **(resources or {})},
-                "secrets": list(secrets or {}),
-                "grace": 5,
-                **spec,
-            }
-        )
-        snapshot = Snapshot(store.snapshot(workdir).bundle, store.ingest(runtime_bundle()))
-        plan = backend_under_test.render(job, snapshot, AttemptId(job_id or new_job_id("conformance"), number))
-        assert [f for f in backend_under_test.preflight(plan) if f.level == "error"] == []
-        backend_under_test.stage(snapshot, plan)
-        return Job(backend_under_test, plan, view, secrets or {})
-
-    return make
-
-
-@pytest.fixture
-def run(make_job: Callable[..., Job]) -> Callable[..., tuple[Job, Observation]]:
-    """Submit and wait."""
-
-    def run(source: str, /, **options: Any) -> tuple[Job, Observation]:
-        job = make_job(source, **options).submit()
-        return job, job.wait()
-
-    return run
-
-
-__all__ = ["BACKENDS", "LAUNCHERS", "Job", "Phase"]
-
-
 @pytest.fixture(autouse=True)
 def _small_stores(bare_runtime: None) -> None:
     """Leave the modules of the runtime out of the stores: no job here uses them, and each brings them to new hosts."""
+
+
+__all__ = ["BACKENDS", "LAUNCHERS", "launcher", "make_job", "run"]

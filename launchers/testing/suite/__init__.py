@@ -1,0 +1,1 @@
+"""Behaviours that every backend has, as tests; `plugin` collects them."""

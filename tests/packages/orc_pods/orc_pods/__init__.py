@@ -1,0 +1,1 @@
+"""Clusters of kind pods."""
