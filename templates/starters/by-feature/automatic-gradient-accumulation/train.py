@@ -30,7 +30,7 @@ def datasets():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--samples-per-step", type=int, default=128, help="on all processes together")
     parser.add_argument("--pretend-memory", type=int, metavar="SAMPLES", help="run out of memory above this many")
     args = parser.parse_args()
