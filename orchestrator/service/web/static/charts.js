@@ -6,7 +6,14 @@ const FIRST = ["loss", "samples_per_s", "tokens_per_s", "step_s", "grad_norm", "
 const NAMES = { step_s: "step time (s)", samples_per_s: "samples/s", tokens_per_s: "tokens/s", data_wait: "data wait", grad_norm: "gradient norm" };
 const LEFT_OUT = ["epoch", "steps", "window_s", "world_size", "ranks", "slowest_rank"];
 const SHOWN = 8;
-const charts = new Map(); // by name: {plot, caption}
+const HEIGHT = 170;
+const charts = new Map(); // by name: {figure, plot, data, say}
+
+// A chart is as wide as its place, which the other charts and the window decide.
+const places = new ResizeObserver((entries) => {
+  for (const { target } of entries) charts.get(target.dataset.metric)?.plot?.setSize(size(target));
+});
+const size = (figure) => ({ width: figure.clientWidth, height: HEIGHT });
 
 const color = (name) => {
   // What CSS makes of it in the present theme: uPlot draws on a canvas, which knows no custom properties.
@@ -21,7 +28,7 @@ const color = (name) => {
 function make(name, figure, data) {
   const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 26 };
   const options = {
-    width: Math.max(figure.clientWidth, 200), height: 170, cursor: { y: false }, legend: { show: false },
+    ...size(figure), cursor: { y: false }, legend: { show: false },
     scales: { x: { time: false } },
     axes: [axis, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick)) }],
     series: [{}, { stroke: color("--accent"), width: 1.5, points: { show: data[0].length < 30 } }],
@@ -53,11 +60,15 @@ export function draw(series) {
       };
       charts.set(name, { figure, say, plot: null });
     }
-    const chart = charts.get(name);
-    if (chart.plot) chart.plot.setData(data);
-    else chart.plot = make(name, chart.figure, data);
-    chart.data = data;
-    chart.say(data[0].length - 1, data);
+    charts.get(name).data = data;
+  }
+  for (const [name, chart] of charts) { // all have their place now
+    if (chart.plot) chart.plot.setData(chart.data);
+    else {
+      chart.plot = make(name, chart.figure, chart.data);
+      places.observe(chart.figure);
+    }
+    chart.say(chart.data[0].length - 1, chart.data);
   }
 }
 
@@ -68,11 +79,5 @@ function again() {
   }
 }
 
-let width = innerWidth;
-addEventListener("resize", () => {
-  if (innerWidth === width) return; // the address bar of a phone comes and goes
-  width = innerWidth;
-  for (const { plot, figure } of charts.values()) plot?.setSize({ width: Math.max(figure.clientWidth, 200), height: 170 });
-});
 document.addEventListener("theme", again);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
