@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.parse import urlencode
 
 import jinja2
-from fastapi import APIRouter, FastAPI
-from fastapi.responses import HTMLResponse
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import HTMLResponse, RedirectResponse
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from orc.orchestrator.service.auth import public
+from orc.orchestrator.service.auth import public, token_of
 
 HERE = Path(__file__).parent
 # Nothing is loaded from elsewhere, and no script or style stands in a page: what gets into one as text stays text.
@@ -36,6 +37,9 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
+# From where a browser brings the cookie of a session. It does not where it follows a link of another site: there the
+# page itself asks for its data, and that request does bring it.
+_BRINGS_THE_SESSION = frozenset({"none", "same-origin", "same-site"})
 _templates = jinja2.Environment(
     loader=jinja2.FileSystemLoader(HERE / "templates"), autoescape=True, undefined=jinja2.StrictUndefined
 )
@@ -59,6 +63,18 @@ def page(template: str, here: str = "", **values: str) -> HTMLResponse:
     return HTMLResponse(_templates.get_template(template).render(here=here, **values), headers=HEADERS)
 
 
+def page_of_a_session(request: Request, template: str, here: str = "", **values: str) -> Response:
+    """Return the page of a template, or a redirect to the login for a browser that certainly has no session.
+
+    Whether a token counts is decided where data is read.
+    """
+    token, _ = token_of(request)
+    if token or request.headers.get("Sec-Fetch-Site") not in _BRINGS_THE_SESSION:
+        return page(template, here, **values)
+    address = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    return RedirectResponse(f"/login?{urlencode({'next': address})}", 303, headers=HEADERS)
+
+
 @router.get("/login")
 @public
 def login_page() -> HTMLResponse:
@@ -68,44 +84,44 @@ def login_page() -> HTMLResponse:
 
 @router.get("/")
 @public
-def jobs_page() -> HTMLResponse:
+def jobs_page(request: Request) -> Response:
     """Return the page of all jobs."""
-    return page("jobs.html", "/")
+    return page_of_a_session(request, "jobs.html", "/")
 
 
 @router.get("/jobs/{job_id}")
 @public
-def job_page(job_id: str) -> HTMLResponse:
+def job_page(request: Request, job_id: str) -> Response:
     """Return the page of one job."""
-    return page("job.html", job_id=job_id)
+    return page_of_a_session(request, "job.html", job_id=job_id)
 
 
 @router.get("/groups/{group_id}")
 @public
-def group_page(group_id: str) -> HTMLResponse:
+def group_page(request: Request, group_id: str) -> Response:
     """Return the page of a sweep, an array or a pipeline."""
-    return page("group.html", group_id=group_id)
+    return page_of_a_session(request, "group.html", group_id=group_id)
 
 
 @router.get("/clusters")
 @public
-def clusters_page() -> HTMLResponse:
+def clusters_page(request: Request) -> Response:
     """Return the page of the clusters."""
-    return page("clusters.html", "/clusters")
+    return page_of_a_session(request, "clusters.html", "/clusters")
 
 
 @router.get("/schedules")
 @public
-def schedules_page() -> HTMLResponse:
+def schedules_page(request: Request) -> Response:
     """Return the page of schedules and quotas."""
-    return page("schedules.html", "/schedules")
+    return page_of_a_session(request, "schedules.html", "/schedules")
 
 
 @router.get("/admin")
 @public
-def admin_page() -> HTMLResponse:
+def admin_page(request: Request) -> Response:
     """Return the page of tokens and the audit log."""
-    return page("admin.html", "/admin")
+    return page_of_a_session(request, "admin.html", "/admin")
 
 
 def add_pages(app: FastAPI) -> None:

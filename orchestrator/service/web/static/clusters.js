@@ -5,7 +5,7 @@ import { ago, badge, time } from "./format.js";
 import "./shell.js";
 
 const LIVE = ["QUEUED", "PREPARED", "SUBMITTING", "PENDING", "RUNNING"];
-const queues = new Map(); // by cluster: what it answered, or its error; null where it has none
+const queues = new Map(); // by cluster that has one: what it answered, or its error
 
 function health(cluster) {
   if (cluster.error) return h("span", { class: "state", "data-state": "FAILED" }, "does not answer");
@@ -53,10 +53,8 @@ async function load() {
     const show = () => fill($("clusters"), clusters.length ? clusters.map((cluster) => card(cluster, jobs)) : h("div", { class: "empty" }, "No cluster is configured."));
     show();
     // A cluster that is slow to answer keeps nobody else waiting.
-    await Promise.all(clusters.filter((cluster) => queues.get(cluster.name) !== null).map(async (cluster) => {
-      // A cluster without a queue of its own refuses (400), and is not asked again.
-      const failed = (error) => (error.status === 400 ? null : { error: error.message });
-      queues.set(cluster.name, await api(`clusters/${encodeURIComponent(cluster.name)}/queue`).catch(failed));
+    await Promise.all(clusters.filter((cluster) => cluster.has_queue).map(async (cluster) => {
+      queues.set(cluster.name, await api(`clusters/${encodeURIComponent(cluster.name)}/queue`).catch((error) => ({ error: error.message })));
       show();
     }));
   } catch (error) {
