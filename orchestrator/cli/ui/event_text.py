@@ -66,7 +66,7 @@ def _cancel(data: Data) -> str:
 
 _SAY: Mapping[str, Callable[[Data], str]] = {
     Kind.QUEUED: _queued,
-    Kind.WAITING: _with("there is no room for it"),
+    Kind.WAITING: _with("queued"),
     Kind.PREPARED: _hosts("made ready for", "made ready"),
     Kind.PLACED: _hosts("given the hosts", "given hosts"),
     Kind.SUBMITTING: lambda data: "being sent to the cluster",

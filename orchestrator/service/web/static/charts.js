@@ -2,10 +2,15 @@
 import { $, h } from "./dom.js";
 import { number } from "./format.js";
 
-const FIRST = ["loss", "samples_per_s", "tokens_per_s", "step_s", "grad_norm", "data_wait", "mfu"];
-const NAMES = { step_s: "step time (s)", samples_per_s: "samples/s", tokens_per_s: "tokens/s", data_wait: "data wait", grad_norm: "gradient norm" };
+// What orc measures comes behind what the script logs, in this order; the spread between ranks is drawn around its mean.
+const MEASURED = ["samples_per_s", "tokens_per_s", "step_s", "slowest_step_s", "grad_norm", "data_wait", "mfu", "tflops", "other_s"];
+const SPREAD = { step_s: ["step_s_min", "step_s_max"], data_wait: ["data_wait_max"] };
+const NAMES = {
+  samples_per_s: "samples/s", tokens_per_s: "tokens/s", step_s: "step time (s)", slowest_step_s: "slowest step (s)", grad_norm: "gradient norm",
+  data_wait: "data wait (share of step)", mfu: "MFU", tflops: "TFLOP/s per device", other_s: "outside of steps (s)",
+};
 const LEFT_OUT = ["epoch", "steps", "window_s", "world_size", "ranks", "slowest_rank"];
-const SHOWN = 8;
+const SHOWN = 16;
 const HEIGHT = 170;
 const charts = new Map(); // by name: {figure, plot, data, say}
 
@@ -31,7 +36,10 @@ function make(name, figure, data) {
     ...size(figure), cursor: { y: false }, legend: { show: false },
     scales: { x: { time: false } },
     axes: [axis, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick)) }],
-    series: [{}, { stroke: color("--accent"), width: 1.5, points: { show: data[0].length < 30 } }],
+    series: [
+      {}, { stroke: color("--accent"), width: 1.5, points: { show: data[0].length < 30 } },
+      ...data.slice(2).map(() => ({ stroke: color("--muted"), width: 1, dash: [4, 3], points: { show: false } })),
+    ],
     hooks: {
       setCursor: [(plot) => {
         const at = plot.cursor.idx;
@@ -42,26 +50,39 @@ function make(name, figure, data) {
   return new window.uPlot(options, data, figure);
 }
 
+/** Return the names of the charts for `series`: the loss, what the script logs, what orc measures. */
+function order(series) {
+  const known = Object.keys(series).filter((name) => series[name].length && !LEFT_OUT.includes(name));
+  const around = Object.entries(SPREAD).flatMap(([name, spread]) => (known.includes(name) ? spread : []));
+  const place = (name) => (name === "loss" ? -2 : MEASURED.indexOf(name)); // -1: of the script, in its own order
+  return known.filter((name) => !around.includes(name)).sort((a, b) => place(a) - place(b)).slice(0, SHOWN);
+}
+
+const columns = (points) => [points.map(([x]) => x), points.map(([, y]) => y)];
+
 /** Draw `series`: `{name: [[step, value], ...]}`. */
 export function draw(series) {
-  const known = Object.keys(series).filter((name) => series[name].length && !LEFT_OUT.includes(name));
-  const names = [...FIRST.filter((name) => known.includes(name)), ...known.filter((name) => !FIRST.includes(name))].slice(0, SHOWN);
+  const names = order(series);
   $("charts-card").hidden = !names.length;
   for (const name of names) {
-    const data = [series[name].map(([x]) => x), series[name].map(([, y]) => y)];
+    const drawn = [name, ...(SPREAD[name] ?? []).filter((around) => series[around]?.length)];
+    const data = window.uPlot.join(drawn.map((each) => columns(series[each])));
     if (!charts.has(name)) {
       const value = h("span");
       const title = NAMES[name] ?? name.replaceAll("_", " ");
       const figure = h("figure", { "data-metric": name, role: "img" }, h("figcaption", {}, title, value));
-      $("charts").append(figure);
-      const say = (at, shown) => {
-        value.textContent = shown[0].length ? `${number(shown[1][at])} at step ${shown[0][at]}` : "";
+      const say = (from, shown) => {
+        let at = from; // the spread may have been measured at other steps
+        while (at > 0 && !Number.isFinite(shown[1][at])) at -= 1;
+        value.textContent = Number.isFinite(shown[1][at]) ? `${number(shown[1][at])} at step ${shown[0][at]}` : "";
         figure.setAttribute("aria-label", `${title}: ${value.textContent}`);
       };
       charts.set(name, { figure, say, plot: null });
     }
     charts.get(name).data = data;
   }
+  const figures = names.map((name) => charts.get(name).figure);
+  if (figures.some((figure, place) => $("charts").children[place] !== figure)) $("charts").replaceChildren(...figures);
   for (const [name, chart] of charts) { // all have their place now
     if (chart.plot) chart.plot.setData(chart.data);
     else {

@@ -49,7 +49,7 @@ export function diagnose(job, showRank) {
       cause ? [h("dt", {}, "Cause"), h("dd", {}, `${cause.replace("_", " ")}: ${CAUSES[cause] ?? ""}`)] : null,
       first ? [h("dt", {}, "First failure"), h("dd", {}, `${who} on ${first.host} (node ${first.node}) ${how}`)] : null,
       first?.stall ? [h("dt", {}, "Stalled"), h("dd", {}, first.stall)] : null,
-      attempt?.failed_hosts?.length ? [h("dt", {}, "To blame"), h("dd", {}, attempt.failed_hosts.join(", "))] : null),
+      attempt?.failed_hosts?.length ? [h("dt", {}, "Failed hosts"), h("dd", {}, attempt.failed_hosts.join(", "))] : null),
     HINTS[cause] ? h("p", { class: "hint muted" }, HINTS[cause]) : null,
     first?.log_tail || more ? h("pre", { tabindex: "0", "aria-label": "Last lines of the rank that failed first" }, lines(first?.log_tail || more)) : null,
     first ? h("p", {}, h("button", { onclick: () => showRank(first.rank, first.node) }, `Open the log of ${who}`)) : null);

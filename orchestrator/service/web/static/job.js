@@ -13,6 +13,8 @@ import { showAttempts, showEvents } from "./timeline.js";
 const id = $("title").dataset.job;
 const path = `jobs/${encodeURIComponent(id)}`;
 const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
+// What the cluster itself calls an attempt, by the kind of the cluster; elsewhere as `orc status` says.
+const NATIVE = { slurm: "Slurm job", sagemaker: "Training job", local: "Directory", ssh: "Directory" };
 let job = null;
 let attempt = null; // number that the ranks and the log are of; null: the newest
 let opened = ""; // the log that is open, as text
@@ -27,7 +29,7 @@ function facts() {
     Project: job.project || null,
     Cluster: [link("cluster", job.cluster), ` (${job.backend})`],
     Created: time(job.created_at),
-    [job.ended_at ? "Took" : "For"]: duration((job.ended_at ?? Date.now() / 1000) - job.created_at),
+    Elapsed: duration((job.ended_at ?? Date.now() / 1000) - job.created_at),
     "Next attempt": job.next_attempt_at && !job.ended_at ? time(job.next_attempt_at) : null,
     "Not before": job.not_before && !job.ended_at ? time(job.not_before) : null,
     Deadline: job.deadline_at ? time(job.deadline_at) : null,
@@ -35,7 +37,7 @@ function facts() {
     Progress: !job.ended_at && progress(chosen()?.progress ?? {}) || null,
     Tags: Object.keys(job.tags).length ? Object.entries(job.tags).map(([key, value]) =>
       h("a", { class: "tag", href: `/${query({ tag: `${key}=${value}` })}` }, `${key}=${value}`)) : null,
-    "Number there": chosen()?.native_id,
+    [NATIVE[job.backend] ?? "Native id"]: chosen()?.native_id || null,
     "Job file": job.source || null,
     Snapshots: Object.entries(job.digests).map(([name, digest]) => h("div", {}, `${name} `, h("code", { title: digest }, digest.slice(0, 12)))),
   };
@@ -43,10 +45,10 @@ function facts() {
   fill($("facts"), shown.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
   const links = [];
   if (job.group_id) links.push(h("dt", {}, "Group"), h("dd", {}, h("a", { href: `/groups/${encodeURIComponent(job.group_id)}` }, job.group_id)));
-  if (job.source.startsWith("job:")) links.push(h("dt", {}, "Again"), h("dd", {}, h("a", { href: `/jobs/${encodeURIComponent(job.source.slice(4))}` }, job.source.slice(4))));
+  if (job.source.startsWith("job:")) links.push(h("dt", {}, "Resubmission of"), h("dd", {}, h("a", { href: `/jobs/${encodeURIComponent(job.source.slice(4))}` }, job.source.slice(4))));
   for (const needed of job.spec.depends_on ?? []) {
     const [other, condition] = needed.split(":"); // JOB[:CONDITION]
-    links.push(h("dt", {}, "After"), h("dd", {}, h("a", { href: `/jobs/${encodeURIComponent(other)}` }, other), condition ? ` (${condition})` : ""));
+    links.push(h("dt", {}, "Depends on"), h("dd", {}, h("a", { href: `/jobs/${encodeURIComponent(other)}` }, other), condition ? ` (${condition})` : ""));
   }
   $("links-card").hidden = !links.length;
   fill($("links"), links);
@@ -60,6 +62,7 @@ function showLog(rank, node) {
   const select = $("log-of");
   if (![...select.options].some((option) => option.value === value)) select.append(h("option", { value }, nameOf({ rank, node })));
   select.value = value;
+  $("log-card").hidden = false;
   choose();
   $("log-title").scrollIntoView({ block: "start", behavior: "smooth" });
   $("log").focus({ preventScroll: true });
@@ -85,12 +88,12 @@ async function selectors() {
   const options = logs.map((of) => h("option", { value: JSON.stringify(of.rank !== null && of.rank !== undefined ? { rank: of.rank } : of.node !== null && of.node !== undefined ? { node: of.node } : { launcher: true }) }, nameOf(of)));
   const kept = $("log-of").value;
   fill($("log-of"), options);
+  $("log-card").hidden = !options.length;
   const values = options.map((option) => option.value);
   const failed = current.exit?.first_failure?.rank;
   const first = failed !== null && failed !== undefined ? JSON.stringify({ rank: failed }) : values[0];
   $("log-of").value = values.includes(kept) ? kept : values.includes(first) ? first : values[0] ?? "";
   if ($("log-of").value && opened !== JSON.stringify([current.number, JSON.parse($("log-of").value)])) choose();
-  else if (!options.length) $("log-note").textContent = ENDED.includes(job.state) ? "it left no log" : "no log yet";
 }
 
 async function refreshTails() {
@@ -205,5 +208,5 @@ setInterval(() => {
   if (!job || document.hidden || ENDED.includes(job.state)) return;
   facts();
   showAttempts(job);
-  Promise.allSettled([refreshTails(), refreshMetrics()]);
+  Promise.allSettled([$("log-card").hidden && selectors(), refreshTails(), refreshMetrics()]);
 }, 5000);

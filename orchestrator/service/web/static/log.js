@@ -49,7 +49,7 @@ function status() {
   $("follow").hidden = job.ended;
   $("earlier").disabled = shown.begin === 0;
   const part = shown.begin > 0 ? `from ${size(shown.begin)} on` : "";
-  note([follows && !job.ended ? "following" : "", part, shown.end ? `${size(shown.end)} in all so far` : "nothing printed yet"].filter(Boolean).join(" · "));
+  note([follows && !job.ended ? "following" : "", part, shown.end ? `${size(shown.end)}${job.ended ? "" : " so far"}` : job.ended ? "nothing printed" : "nothing printed yet"].filter(Boolean).join(" · "));
 }
 
 function pause() {

@@ -20,6 +20,7 @@ export function shape(job) {
 
 /** Show the grid of *attempt*; `tails` maps ranks to their last lines, `show(rank, node)` opens a log. */
 export function showRanks(job, attempt, tails, show) {
+  $("ranks-card").hidden = !attempt;
   const [nodes, perNode] = shape(job);
   const rows = Array.from({ length: nodes }, (_, node) => {
     const host = attempt?.hosts?.[node];

@@ -4,7 +4,7 @@ import { badge, clock, duration, firstLine, progress } from "./format.js";
 
 const WORDS = {
   queued: "submitted",
-  waiting: "there is no room for it",
+  waiting: "queued",
   prepared: "made ready",
   placed: "given hosts",
   submitting: "being sent to the cluster",

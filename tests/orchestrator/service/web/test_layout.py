@@ -37,7 +37,16 @@ def trained(service) -> JobView:
     """A job that has ended and left a curve of each measurement that orc takes, and of some of its own."""
     job = service.submit("print('done')", launcher="python")
     service.wait_for(job.id, "SUCCEEDED")
-    measured = ("samples_per_s", "step_s", "step_s_min", "step_s_max", "slowest_step_s", "data_wait", "data_wait_max")
+    measured = (
+        "mfu",
+        "samples_per_s",
+        "step_s",
+        "step_s_min",
+        "step_s_max",
+        "slowest_step_s",
+        "data_wait",
+        "data_wait_max",
+    )
     with (service.home / "state" / "jobs" / job.id / "metrics.jsonl").open("a") as lines:
         for step in range(10, 60, 10):
             values = dict.fromkeys(measured, 1 / step) | {"loss": 5 / step, "val_accuracy": 0.5, "lr": 0.1}
@@ -62,3 +71,45 @@ def test_no_chart_lies_over_another_at_any_width(page: Page, service, trained, s
             page.set_viewport_size({"width": width, "height": 800})
             assert page.evaluate(SETTLED)
             assert page.evaluate(CHARTS_OVER_EACH_OTHER) == [], f"{first} to {width}"
+
+
+def test_charts_begin_with_the_loss_then_what_the_script_logs_and_spreads_have_none_of_their_own(visit, trained):
+    page = visit(f"/jobs/{trained.id}")
+    assert charts_of(page) == [
+        *("loss", "val_accuracy", "lr"),
+        *("samples_per_s", "step_s", "slowest_step_s", "data_wait", "mfu"),
+    ]
+    expect(page.get_by_role("img", name="step time (s): 0.02 at step 50")).to_be_visible()
+
+
+def test_a_log_is_as_high_as_its_lines_up_to_a_bound_and_absent_without_any(service, visit, trained):
+    page = visit(f"/jobs/{trained.id}")
+    log = page.locator("#log")
+    expect(log.locator(".l")).to_have_text("done")
+    assert log.bounding_box()["height"] < 60
+    long = service.submit("print('line\\n' * 500)")
+    silent = service.submit("pass")
+    for job in (long, silent):
+        service.wait_for(job.id, "SUCCEEDED")
+    visit(f"/jobs/{long.id}")
+    expect(log.locator(".l").last).to_be_visible()
+    assert 300 < log.bounding_box()["height"] < 900
+    visit(f"/jobs/{silent.id}")
+    expect(page.locator("#log-note")).to_have_text("nothing printed")
+    expect(log).to_be_hidden()
+
+
+def test_a_job_that_waits_has_no_empty_sections(service, visit, trained):
+    before = service.submit("import time; time.sleep(600)")
+    page = visit(f"/jobs/{service.submit('pass', depends_on=[before.id]).id}")
+    expect(page.locator("#events li").first).to_contain_text(f"queued: waiting for the end of {before.id}")
+    sections = page.get_by_role("main").locator("section.card:visible, details.card:visible")
+    names = ["Why it does not run yet", "Timeline", "Rendered plan", "Specification", "About", "Related jobs"]
+    expect(sections.locator("h2, summary")).to_have_text(names)
+
+
+def test_facts_are_called_by_the_words_of_the_cluster(visit, trained):
+    facts = visit(f"/jobs/{trained.id}").locator("#facts")
+    expect(facts.locator("dt")).to_have_text(
+        ["Owner", "Cluster", "Created", "Elapsed", "Directory", "Job file", "Snapshots"]
+    )
