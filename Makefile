@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up by themselves; see docs/how-to/develop.md.
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup docs lint test-gpu format typecheck exports contracts unit coverage bench mutants docs-test testbed-packages testbeds-down clean
+.PHONY: help demo test check setup docs lint test-gpu format typecheck exports contracts unit coverage bench mutants docs-test testbed-packages testbeds-down clean
 
 BIN := .venv/bin
 INSTALLED := .venv/.orc-installed-all
@@ -12,6 +12,8 @@ SLURM_TESTBED := tests/testbed/slurm
 HOSTS_TESTBED := tests/testbed/hosts
 # For example: make test PYTEST_FLAGS="-k bundle -x"
 PYTEST_FLAGS ?=
+# For example: make check CHECK_FROM=HEAD~1
+CHECK_FROM ?= main
 # For example: make bench BENCH="data collectives"
 BENCH ?=
 # For example: make mutants MUTANTS="ledger data"
@@ -24,6 +26,9 @@ demo: $(FOR_DEMO)  ## Train on two local processes with `orc submit --follow`
 	ORC_STATE_DIR=$(CURDIR)/$(DEMO_STATE) $(BIN)/orc submit --follow templates/starters/digits/job.yaml
 
 test: lint typecheck contracts unit  ## Everything: lint, types, import contracts, tests
+
+check: lint contracts $(LINKS)  ## Lint, contracts, types, and the tests near what differs from main: two minutes
+	MYPYPATH=.types $(BIN)/python .ci/near.py $(CHECK_FROM)
 
 setup: $(INSTALLED)  ## Make .venv with everything in it
 
