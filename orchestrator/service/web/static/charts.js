@@ -2,7 +2,7 @@
 import { $, h } from "./dom.js";
 import { number } from "./format.js";
 
-// What orc measures comes behind what the script logs, in this order; the spread between ranks is drawn around its mean.
+// What orc measures comes behind what else a job has written, in this order; the spread between ranks is drawn around its mean.
 const MEASURED = ["samples_per_s", "tokens_per_s", "step_s", "slowest_step_s", "grad_norm", "data_wait", "mfu", "tflops", "other_s"];
 const SPREAD = { step_s: ["step_s_min", "step_s_max"], data_wait: ["data_wait_max"] };
 const NAMES = {
@@ -50,11 +50,11 @@ function make(name, figure, data) {
   return new window.uPlot(options, data, figure);
 }
 
-/** Return the names of the charts for `series`: the loss, what the script logs, what orc measures. */
+/** Return the names of the charts for `series`: the loss, what else the job has written, what orc measures. */
 function order(series) {
   const known = Object.keys(series).filter((name) => series[name].length && !LEFT_OUT.includes(name));
   const around = Object.entries(SPREAD).flatMap(([name, spread]) => (known.includes(name) ? spread : []));
-  const place = (name) => (name === "loss" ? -2 : MEASURED.indexOf(name)); // -1: of the script, in its own order
+  const place = (name) => (name === "loss" ? -2 : MEASURED.indexOf(name)); // -1: not measured by orc, in the order in which it comes
   return known.filter((name) => !around.includes(name)).sort((a, b) => place(a) - place(b)).slice(0, SHOWN);
 }
 

@@ -73,7 +73,7 @@ def test_no_chart_lies_over_another_at_any_width(page: Page, service, trained, s
             assert page.evaluate(CHARTS_OVER_EACH_OTHER) == [], f"{first} to {width}"
 
 
-def test_charts_begin_with_the_loss_then_what_the_script_logs_and_spreads_have_none_of_their_own(visit, trained):
+def test_charts_begin_with_the_loss_then_what_orc_does_not_measure_and_spreads_have_none_of_their_own(visit, trained):
     page = visit(f"/jobs/{trained.id}")
     assert charts_of(page) == [
         *("loss", "val_accuracy", "lr"),
