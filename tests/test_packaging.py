@@ -97,21 +97,25 @@ def closure(names: list[str]) -> dict[str, importlib.metadata.Distribution]:
     return found
 
 
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with the wheel and its declared dependencies, and without torch. Its ``bin`` directory."""
-    home = tmp_path_factory.mktemp("venv")
+def environment(home: Path, wheel: Path, requirements: list[str]) -> Path:
+    """A new environment with the wheel and the closure of *requirements*. Its ``bin`` directory."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
     python = home / "bin/python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
     (site,) = (home / "lib").glob("python3*/site-packages")
     # The dependencies are linked from the environment of the tests: nothing to download, nothing undeclared visible.
-    for distribution in closure(PROJECT["project"]["dependencies"]).values():
+    for distribution in closure(requirements).values():
         for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
             if not (site / top).exists():
                 (site / top).symlink_to(Path(str(distribution.locate_file(top))))
     return home / "bin"
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment with the wheel and its declared dependencies, and without torch. Its ``bin`` directory."""
+    return environment(tmp_path_factory.mktemp("venv"), wheel, PROJECT["project"]["dependencies"])
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +182,16 @@ def test_a_shipped_starter_can_be_copied_and_rendered(installed: Path, tmp_path:
     shown = run(installed, "orc", "render", "job.yaml", cwd=tmp_path / "digits")
     assert "train.py" in shown
     assert " -I -S " in shown
+
+
+@pytest.mark.slow
+def test_a_shipped_starter_trains_where_the_repository_is_not(wheel: Path, tmp_path: Path) -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    needed = [*PROJECT["project"]["dependencies"], *extras["runtime"], *extras["examples"]]
+    programs = environment(tmp_path / "venv", wheel, needed)
+    run(programs, "orc", "init", "digits", cwd=tmp_path)
+    followed = run(programs, "orc", "submit", "job.yaml", "--follow", "--set", "args.epochs=1", cwd=tmp_path / "digits")
+    assert re.search(r"^test accuracy 0\.\d+$", followed, re.MULTILINE)
 
 
 def test_every_module_of_the_launch_layer_imports_without_torch(installed: Path, tmp_path: Path) -> None:
