@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,15 +15,15 @@ from orc.orchestrator.clients.surface import JobsClient
 from orc.orchestrator.ledger.lifecycle import JobState
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Backend, Handle, LogChunk, LogSelector, NodeEntry
-    from orc.launchers.spec import LoadedJob
+    from orc.launchers.backends.base import Backend, Handle, LogChunk, LogSelector, NodeEntry, Snapshot
+    from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.clients.group_views import GroupView, ScheduleView
     from orc.orchestrator.clients.surface import ProgressCallback
     from orc.orchestrator.engine.pass_report import PassReport
     from orc.orchestrator.functions.jobs import Call, FunctionJob
     from orc.orchestrator.insight.metrics import Reader
-    from orc.orchestrator.ledger.records import JobRecord, Reservation
+    from orc.orchestrator.ledger.records import Reservation
     from orc.orchestrator.views import JobView
     from orc.orchestrator.workspace import Workspace
 
@@ -98,9 +99,8 @@ class Client(JobsClient):
             SpecError: *loaded* describes several jobs.
             LaunchError: The job certainly does not run.
         """
-        from orc.orchestrator.engine.groups import start_job
+        from orc.orchestrator.engine.progress import silent
         from orc.orchestrator.engine.snapshots import take
-        from orc.orchestrator.engine.submission import silent
 
         progress = on_progress or silent
         if loaded.spec.sweep is not None or loaded.spec.array is not None:
@@ -114,8 +114,7 @@ class Client(JobsClient):
         loaded = loaded._replace(spec=self.session.subscribed(loaded.spec))
         snapshot = take(self.workspace.store, loaded, progress, backend)
         source = str(loaded.source_path.absolute()) if loaded.source_path else ""
-        record = start_job(self.workspace, loaded.spec, snapshot, source=source, progress=progress)
-        return self._submitted(record)
+        return self._submit(loaded.spec, snapshot, source, progress)
 
     def resubmit(
         self, job_id: str, *, overrides: Sequence[str] = (), on_progress: ProgressCallback | None = None
@@ -129,22 +128,15 @@ class Client(JobsClient):
         """
         from orc.orchestrator.engine.attempt_inputs import stored_snapshot
         from orc.orchestrator.engine.changed_spec import changed, digests_left
-        from orc.orchestrator.engine.groups import start_job
-        from orc.orchestrator.engine.submission import silent
+        from orc.orchestrator.engine.progress import silent
         from orc.orchestrator.functions.keys import key_of
 
         ws = self.workspace
         old = self.job(job_id)
         spec = changed(old.spec, overrides, where=old.id)
-        record = start_job(
-            ws,
-            spec,
-            stored_snapshot(ws, digests_left(old.digests, old.spec, spec)),
-            source=f"job:{old.id}",
-            progress=on_progress or silent,
-            given=key_of(ws.state_dir, old.digests["code"]),
-        )
-        return self._submitted(record)
+        snapshot = stored_snapshot(ws, digests_left(old.digests, old.spec, spec))
+        key = key_of(ws.state_dir, old.digests["code"])
+        return self._submit(spec, snapshot, f"job:{old.id}", on_progress or silent, key)
 
     def submit_estimator(
         self,
@@ -173,10 +165,24 @@ class Client(JobsClient):
         loaded = backend.load_estimator(estimator, name=name, inputs=inputs)
         return self.submit(loaded, on_progress=on_progress)
 
-    def _submitted(self, record: JobRecord) -> JobView:
-        if record.state is JobState.QUEUED:
-            self.refresh([record.id])  # whoever seems to be in its way may have left since somebody looked
-        return self.job(record.id)
+    def _submit(
+        self,
+        spec: JobSpec,
+        snapshot: Snapshot,
+        source: str,
+        progress: ProgressCallback,
+        secrets: Mapping[str, str] | None = None,
+    ) -> JobView:
+        from orc.orchestrator.engine.submission import new_submission, submit
+
+        ws = self.workspace
+        new = new_submission(ws, spec, snapshot, source=source, secrets=secrets)
+        submit(ws, [new], progress=progress)
+        view = self.job(new.id)
+        if view.state != JobState.QUEUED:
+            return view
+        self.refresh([new.id])  # whoever seems to be in its way may have left since somebody looked
+        return self.job(new.id)
 
     def cancel(
         self,
@@ -220,24 +226,19 @@ class Client(JobsClient):
         on_progress: ProgressCallback | None = None,
     ) -> ScheduleView:
         """Submit a job again and again, from the snapshot that is taken now."""
+        from orc.launchers.ids import new_job_id
         from orc.orchestrator.clients.group_views import ScheduleView
         from orc.orchestrator.engine import schedules, snapshots
-        from orc.orchestrator.engine.submission import silent
+        from orc.orchestrator.engine.progress import silent
+        from orc.orchestrator.engine.submission import new_submission
 
         schedules.check(loaded.spec, cron, timezone)
         ws = self.workspace
         snapshot = snapshots.take(ws.store, loaded, on_progress or silent, ws.backend(loaded.spec.cluster))
-        record = schedules.create(
-            ws,
-            loaded.spec,
-            snapshot,
-            name=name or loaded.spec.name,
-            cron=cron,
-            timezone=timezone,
-            missed=missed,
-            overlap=overlap,
-            source=str(loaded.source_path.absolute()) if loaded.source_path else "",
-        )
+        name = name or loaded.spec.name
+        source = str(loaded.source_path.absolute()) if loaded.source_path else ""
+        each = replace(new_submission(ws, loaded.spec, snapshot, source=source), id=new_job_id(name))
+        record = schedules.create(ws, each, name=name, cron=cron, timezone=timezone, missed=missed, overlap=overlap)
         return ScheduleView.of(record)
 
     # -- functions

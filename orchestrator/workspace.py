@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from orc.launchers.errors import RenderError, SpecError
-from orc.launchers.ids import new_job_id
 from orc.orchestrator.engine.claims import Owner, abandon
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.records import Destination
@@ -60,9 +59,7 @@ class Workspace:
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
     owner: str = field(default_factory=lambda: str(Owner.new()))
-    user: str = field(default_factory=login_name)  # whose the new jobs are
-    seals: bool = False  # secrets of new jobs are kept as ciphertext in the ledger, not in a file
-    new_job_id: Callable[[str], str] = new_job_id  # from the job's name
+    user: str = field(default_factory=login_name)  # whose new jobs are that nobody else submits
     subscribed: Callable[[JobSpec], JobSpec] = lambda spec: spec  # with whom the settings tell of every job
     on_live_job: Callable[[], None] = lambda: None  # called as soon as a new job is durable
     noted: dict[str, float] = field(default_factory=dict)  # by job: when the ledger was last told that it was seen
@@ -87,13 +84,13 @@ class Workspace:
             for backend in self._backends.values():
                 closing.callback(backend.close)
 
-    def give_back(self, job_id: str) -> None:
-        """Give the claim on a job back. Where the ledger cannot be written, this process goes on at once.
+    def give_back(self, *job_ids: str) -> None:
+        """Give the claims on jobs back. Where the ledger cannot be written, this process goes on at once.
 
         Raises `LedgerError`.
         """
         try:
-            self.ledger.release(job_id, self.owner)
+            self.ledger.release(job_ids, self.owner)
         except LedgerError:
             abandon(self.owner)
             self.owner = str(Owner.new())

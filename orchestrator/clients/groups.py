@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.api.session import LedgerSession
-    from orc.orchestrator.engine.groups import Entry
+    from orc.orchestrator.engine.submission import Submission
     from orc.orchestrator.insight.curves import MeasuredJobs
     from orc.orchestrator.ledger.groups import GroupRecord
     from orc.orchestrator.workspace import Workspace
@@ -44,22 +44,23 @@ def submit(session: LedgerSession, loaded: LoadedGroup, *, on_progress: Progress
     Raises:
         LaunchError: Certainly none of its jobs runs.
     """
-    from orc.orchestrator.engine.groups import Entry, enqueue_stages, new_group, submit_members
-    from orc.orchestrator.engine.submission import silent
+    from orc.launchers.ids import new_job_id
+    from orc.orchestrator.engine.groups import as_member, submit_group
+    from orc.orchestrator.engine.progress import silent
+    from orc.orchestrator.engine.submission import new_submission
 
     ws = session.workspace
     snapshots: dict[str, Snapshot] = {}
     source = str(loaded.source_path.absolute())
-    entries = [
-        Entry(member.loaded.spec, _snapshot(ws, member.loaded, snapshots, on_progress or silent), member.number,
-              member.stage, source)
-        for member in loaded.members
-    ]  # fmt: skip
     described = description({m.number: (m.parameters, m.stage) for m in loaded.members})
-    group = new_group(ws, loaded.kind, loaded.name, loaded.max_parallel, described)
-    send = enqueue_stages if loaded.kind == "pipeline" else submit_members
-    records = send(ws, entries, group)
-    session.refresh([record.id for record in records])
+    group_id = new_job_id(loaded.name)
+    group = table.GroupRecord(group_id, loaded.kind, loaded.name, ws.user, ws.clock(), loaded.max_parallel, described)
+    submissions = []
+    for member in loaded.members:
+        snapshot = _snapshot(ws, member.loaded, snapshots, on_progress or silent)
+        new = new_submission(ws, as_member(member.loaded.spec, group), snapshot, source=source)
+        submissions.append(replace(new, group=group.id, number=member.number, stage=member.stage))
+    session.refresh(submit_group(ws, submissions, group))
     return view(ws, group.id)
 
 
@@ -99,19 +100,19 @@ def resubmit(session: LedgerSession, group_id: str, *, on_progress: ProgressCall
         GroupNotFound: There is no such group.
         LaunchError: None of them could be submitted, or there are none.
     """
-    from orc.orchestrator.engine.groups import enqueue
+    from orc.orchestrator.engine.submission import enqueue
 
     ws = session.workspace
-    records = enqueue(ws, entries_again(ws, group_id), group=record_of(ws, group_id), known=True)
+    records = enqueue(ws, submissions_again(ws, group_id))
     session.refresh([new.id for new in records])
     return view(ws, group_id)
 
 
-def entries_again(ws: Workspace, group_id: str) -> list[Entry]:
+def submissions_again(ws: Workspace, group_id: str) -> list[Submission]:
     """Return the jobs that `resubmit` submits; each has its old id as its stage. Raises what that raises."""
     from orc.orchestrator.engine.attempt_inputs import stored_snapshot
-    from orc.orchestrator.engine.groups import Entry
     from orc.orchestrator.engine.stored_spec import stored_spec
+    from orc.orchestrator.engine.submission import new_submission
 
     shown = view(ws, group_id)
     over = {JobState.FAILED, JobState.CANCELLED}
@@ -125,15 +126,16 @@ def entries_again(ws: Workspace, group_id: str) -> list[Entry]:
             f"no member of {group_id} has failed" if not again else f"no member of {group_id} could start now",
             hint=f"`orc {shown.kind} status {group_id}` shows them",
         )
-    entries = []
+    found = []
     for job_id, spec in specs.items():
         digests = ws.ledger.jobs([job_id])[0].digests
         taken = {text.rpartition(".")[0] for text in spec.inputs.values()}
         snapshot = stored_snapshot(ws, digests)
         if taken & specs.keys():  # what another one has left is left anew
             snapshot = replace(snapshot, inputs={})
-        entries.append(Entry(spec, snapshot, again[job_id].index, job_id, f"job:{job_id}"))
-    return entries
+        new = new_submission(ws, spec, snapshot, source=f"job:{job_id}")
+        found.append(replace(new, group=group_id, number=again[job_id].index, stage=job_id))
+    return found
 
 
 def _can_start(ws: Workspace, spec: Any, submitted: Mapping[str, Any]) -> bool:

@@ -47,6 +47,7 @@ class Admission:
     tx: Transaction
     jobs: Sequence[JobRecord]  # that will be asked about
     besides: Collection[str] = ()  # jobs that could not be sent just now although they may be: in nobody's way
+    together: Collection[str] = ()  # groups whose jobs go as one array: their cluster keeps the limit
     admitted: list[JobRecord] = field(default_factory=list)  # by this look: they take places, too
 
     def hold(self, job: JobRecord) -> Hold | None:
@@ -75,24 +76,27 @@ class Admission:
         return found
 
     @cached_property
-    def free_places(self) -> dict[str, int]:
-        """Number of jobs that each group may have under way besides, where it has a limit."""
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Number of jobs that each group may have under way, where it has a limit, and has."""
         found = {}
         for group_id in {job.group_id for job in self.jobs if job.group_id}:
             group = groups.find(self.tx.connection, group_id)
             if group is not None and group.max_parallel is not None:
-                members = groups.members(self.tx.connection, group_id)
-                under_way = sum(not m.state.terminal and m.state is not JobState.QUEUED for m in members)
-                found[group_id] = group.max_parallel - under_way
+                found[group_id] = (group.max_parallel, groups.under_way(self.tx.connection, group_id))
         return found
 
 
-def admit(ws: Workspace, tx: Transaction, job: JobRecord) -> None:
-    """Check, in the transaction that makes an attempt of *job*, that it may be sent. Raises `Held`."""
-    if job.group_id:
-        tx.connection.lock(f"group:{job.group_id}")
-    if found := Admission(ws, tx, [job]).hold(job):
-        raise Held(found.reason, where=job.id)
+def admit(ws: Workspace, tx: Transaction, jobs: Sequence[JobRecord], *, together: Collection[str] = ()) -> None:
+    """Check, in the transaction that makes attempts of *jobs*, that they may be sent. Raises `Held`.
+
+    *together* are groups as of `Admission`.
+    """
+    for group_id in dict.fromkeys(job.group_id for job in jobs if job.group_id):
+        tx.connection.lock(f"group:{group_id}")
+    look = Admission(ws, tx, jobs, together=together)
+    for job in jobs:
+        if found := look.hold(job):
+            raise Held(found.reason, where=job.id)
 
 
 def _not_before(look: Admission, job: JobRecord) -> Hold | None:
@@ -113,10 +117,14 @@ def _dependencies(look: Admission, job: JobRecord) -> Hold | None:
 
 
 def _max_parallel(look: Admission, job: JobRecord) -> Hold | None:
-    if job.group_id is None or job.group_id not in look.free_places:
+    if job.group_id is None or job.group_id not in look.places:
         return None
-    free = look.free_places[job.group_id] - sum(one.group_id == job.group_id for one in look.admitted)
-    return Hold(f"waiting for its turn in {job.group_id}") if free < 1 else None
+    most, taken = look.places[job.group_id]
+    if job.group_id in look.together:
+        free = not taken
+    else:
+        free = taken + sum(one.group_id == job.group_id for one in look.admitted) < most
+    return None if free else Hold(f"waiting for its turn in {job.group_id}")
 
 
 def _limits(look: Admission, job: JobRecord) -> Hold | None:

@@ -78,6 +78,8 @@ def required(ws: Workspace, spec: JobSpec, known: Sequence[str] = ()) -> list[Re
         if found.get(source, Requirement(source)).condition != "success":
             raise SpecError(f"inputs.{name} needs the success of {source}, which depends_on has otherwise")
         found[source] = Requirement(source)
+    if not found:
+        return []
     states = {job.id: job.state for job in ws.ledger.jobs([job for job in found if job not in known])}
     ended = [(table.Dependency("", job, one.condition), states[job]) for job, one in found.items() if job in states]
     if never := impossible_reason(ended):

@@ -13,8 +13,9 @@ HOLD = "ORC_FAULT_HOLD"
 POINTS = (
     "snapshot-taken",  # the code is in the local store, the ledger knows nothing
     "secrets-kept",  # the secrets' file is written, the ledger knows nothing
-    "prepared",  # the job, its first attempt and the marker are durable
+    "enqueued",  # the job is durable
     "examined",  # the preflight has found nothing
+    "prepared",  # its first attempt and the marker are durable
     "staged",  # the snapshot is on the cluster
     "submitting",  # the ledger says that a submit is about to happen
     "submitted",  # the backend has the job, the ledger does not know its handle

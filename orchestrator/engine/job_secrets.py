@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from orc.launchers.secrets import redact, resolve_secrets
 from orc.orchestrator.engine import sealing
 from orc.orchestrator.ledger import sealed_secrets
 from orc.orchestrator.ledger.errors import LedgerError
-from orc.orchestrator.ledger.transaction import Addition
 from orc.orchestrator.workspace import Workspace
 
 # A file without a job is left by a submission that died before the job was durable; a living one needs milliseconds.
@@ -56,26 +54,8 @@ def keep(state_dir: Path, job_id: str, values: Mapping[str, str]) -> None:
         ) from None
 
 
-def keep_for(ws: Workspace, job_id: str, values: Mapping[str, str]) -> None:
-    """Store *values* as *ws* keeps them: in a file, or sealed in the ledger, durable together with the job.
-
-    Raises `LaunchError`.
-    """
-    if not ws.seals:
-        keep(ws.state_dir, job_id, values)
-    elif values:
-        sealed = sealing.seal(ws.state_dir, job_id, values)
-        ws.ledger.additions[job_id] = replace(ws.ledger.additions.get(job_id, Addition()), sealed=sealed)
-
-
-def remove_for(ws: Workspace, job_id: str) -> None:
-    """Forget the secrets of a job that did not come to be."""
-    ws.ledger.additions.pop(job_id, None)
-    remove(ws.state_dir, job_id)
-
-
 def load_for(ws: Workspace, job_id: str, names: Sequence[str]) -> dict[str, str]:
-    """Return the values that `keep_for` stored; those of a job with a file, or none, as `load` does.
+    """Return the values that were sealed for the job; those of a job with a file, or none, as `load` does.
 
     Raises `SpecError` for a value that is nowhere, `UnsealError`.
     """
@@ -147,13 +127,12 @@ def until_recorded(ws: Workspace, *job_ids: str) -> Iterator[None]:
     try:
         yield
     except LedgerError:
-        for job_id in job_ids:
-            with suppress(LedgerError):
-                ws.give_back(job_id)
+        with suppress(LedgerError):
+            ws.give_back(*job_ids)
         raise
     except BaseException:
         for job_id in job_ids:
-            remove_for(ws, job_id)
+            remove(ws.state_dir, job_id)
         raise
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from orc.orchestrator.engine.updates import JobUpdate
 from orc.orchestrator.engine.writing import write
@@ -12,15 +13,19 @@ from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.workspace import Workspace
 
+if TYPE_CHECKING:
+    from orc.launchers.errors import LaunchError
+
 POLL_ERROR_EVENT_S = 300.0  # a longer outage is one event each five minutes, not one each pass
 _JOBS_PER_TRANSACTION = 200
 
 
 @dataclass
 class PassReport:
-    """Report of one pass: the clusters that it could not reach."""
+    """Report of one pass: the clusters that it could not reach, and the jobs that it could not start."""
 
     unreachable: dict[str, str] = field(default_factory=dict)  # cluster -> why nothing can be said about its jobs
+    errors: dict[str, LaunchError] = field(default_factory=dict)  # job -> why it certainly does not run
 
 
 def write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, JobUpdate]]) -> dict[str, JobRecord]:

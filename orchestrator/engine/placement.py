@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError, NoRoom
 from orc.orchestrator.engine import admission, claims
 from orc.orchestrator.engine.excluded_hosts import excluded
 from orc.orchestrator.engine.fair_share import read_head_starts
+from orc.orchestrator.engine.fault_points import fault_point
+from orc.orchestrator.engine.progress import Progress, silent
 from orc.orchestrator.engine.queueing import WaitingJob, placement_in_turn, taken_slots, waiting_reason
 from orc.orchestrator.engine.turns import turn
 from orc.orchestrator.ledger.lifecycle import JobState
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 Place = tuple[
     float, int, str, str
 ]  # what decides about a job's turn: when it was made, its priority, its owner, its id
-Progress = Callable[[str, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,15 @@ class PreparedAttempt:
     placement: Placement | None
 
 
+def render_anywhere(ws: Workspace, spec: JobSpec, snapshot: Snapshot, attempt: AttemptId, owner: str) -> Plan:
+    """Return the plan of a job of *owner* were the cluster empty. Raises `LaunchError` for what can never be sent."""
+    from orc.launchers.backends.base import SupportsPlacement
+
+    backend = ws.backend_of_user(spec.cluster, owner)
+    placement = backend.place(spec, {}) if isinstance(backend, SupportsPlacement) else None
+    return backend.render(spec, snapshot, attempt, placement)
+
+
 @dataclass
 class PlacementPlanner:
     """The search for a plan of one attempt, and for the hosts it needs."""
@@ -51,16 +61,16 @@ class PlacementPlanner:
     spec: JobSpec
     snapshot: Snapshot
     attempt: AttemptId
-    progress: Progress = lambda _step, _values: None
-    owner: str | None = None  # of the job; `None` for a new one of the workspace's user
+    owner: str  # of the job
+    progress: Progress = silent
     unusable: dict[str, LaunchError] = field(default_factory=dict)  # hosts that cannot be used just now, and why
-    _behind: Place | None = None
+    _place_in_queue: Place = (0.0, 0, "", "")
     _excluded: tuple[str, ...] = ()  # by the doctor, for all jobs
 
     @property
     def backend(self) -> Backend:
         """The backend of the job's cluster, as the owner of the job reaches it."""
-        return self.ws.backend_of_user(self.spec.cluster, self.ws.user if self.owner is None else self.owner)
+        return self.ws.backend_of_user(self.spec.cluster, self.owner)
 
     @property
     def places(self) -> bool:
@@ -76,30 +86,20 @@ class PlacementPlanner:
         """
         if job.state is JobState.PREPARED and (found := self._recorded(job)):
             return found
+        self._place_in_queue = (job.created_at, job.priority, job.owner, job.id)
         while True:
-            # The first attempt of a job that waited in the queue was not looked at when it was submitted.
-            examine = self.places or self.attempt.number == 1
-            behind = (job.created_at, job.priority, job.owner, job.id)
-            plan, placement = self.choose(examine=examine, behind=behind)
+            plan, placement = self._choose()
 
             def write(tx: Transaction, plan: Plan = plan, placement: Placement | None = placement) -> JobRecord:
-                current = tx.reload(job)
-                if current.state is JobState.QUEUED:
-                    admission.admit(self.ws, tx, current)
-                    return tx.prepare(current, self.attempt.marker, plan.digest, placement)
+                if job.state is JobState.QUEUED:
+                    admission.admit(self.ws, tx, [job])
+                    return tx.prepare(job, self.attempt.marker, plan.digest, placement)
                 assert placement is not None
-                return tx.place(current, placement)
+                return tx.place(job, placement)
 
             prepared = self.commit(placement, write)
             if prepared is not None:
                 return PreparedAttempt(prepared, plan, placement)
-
-    def examine(self, prepared: PreparedAttempt) -> PreparedAttempt:
-        """*prepared* after the preflight: on other hosts, which are kept for it instead, where that found bad ones.
-
-        Raises what `prepare` raises, and `LaunchError` for what stands in the job's way.
-        """
-        return prepared if self.check(prepared.plan, prepared.placement) else self.prepare(prepared.job)
 
     def _recorded(self, job: JobRecord) -> PreparedAttempt | None:
         """Return the attempt as it was prepared before; `None` when it has no hosts any more, or bad ones."""
@@ -107,10 +107,7 @@ class PlacementPlanner:
 
         if not self.places:
             placement = self._avoiding()
-            plan = self.render(placement)
-            if self.attempt.number == 1:  # its submission may have been cut off before the preflight
-                self.check(plan, placement)
-            return PreparedAttempt(job, plan, placement)
+            return PreparedAttempt(job, self.render(placement), placement)
         kept = self.ws.ledger.reservations(job_id=job.id)
         if not kept or {r.host for r in kept} & set(self.unusable):
             return None
@@ -118,13 +115,11 @@ class PlacementPlanner:
         plan = self.render(placement)
         return PreparedAttempt(job, plan, placement) if self.check(plan, placement) else None
 
-    def choose(self, *, examine: bool, behind: Place | None = None) -> tuple[Plan, Placement | None]:
-        """Return a plan that can be sent. With *examine*, bad hosts are left out where others will do.
+    def _choose(self) -> tuple[Plan, Placement | None]:
+        """Return a plan that can be sent: bad hosts are left out where others will do.
 
-        *behind* is the job's place in the queue, the end by default. Raises `NoRoom`, and what rendering and looking
-        raise.
+        Raises `NoRoom`, and what rendering and looking raise.
         """
-        self._behind = behind
         while True:
             if self.places:
                 self._excluded = tuple(excluded(self.ws.state_dir, self.spec.cluster))
@@ -133,7 +128,7 @@ class PlacementPlanner:
             else:
                 placement = self._avoiding()
             plan = self.render(placement)
-            if not examine or self.check(plan, placement):
+            if not (self.places or self.attempt.number == 1) or self.check(plan, placement):
                 return plan, placement
 
     def render(self, placement: Placement | None) -> Plan:
@@ -180,6 +175,7 @@ class PlacementPlanner:
             self._tell("warning", f"{trouble.what}; other hosts are used", host, trouble.hint)
         for finding in warnings:
             self._tell(finding.level, finding.what, finding.where, finding.hint)
+        fault_point("examined")
         return True
 
     def _tell(self, level: str, what: str, where: str, hint: str) -> None:
@@ -209,7 +205,7 @@ class PlacementPlanner:
         def turn_of(created_at: float, priority: int, owner: str, job: str) -> tuple[float, float, str]:
             return turn(created_at, priority, job, head_start_s=starts.get(owner, 0.0))
 
-        mine = turn_of(*(self._behind or (tx.now, self.spec.priority, self.ws.user, self.attempt.job)))
+        mine = turn_of(*self._place_in_queue)
         unplaced = [
             (turn_of(job.created_at, job.priority, job.owner, job.id), job, text)
             for job, text in tx.unplaced(self.spec.cluster)

@@ -16,16 +16,18 @@ from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
 from orc.orchestrator.engine import cron as times
-from orc.orchestrator.engine import deadlines, job_files, job_secrets, sealing
+from orc.orchestrator.engine import deadlines, job_secrets, sealing
+from orc.orchestrator.engine.placement import render_anywhere
+from orc.orchestrator.engine.submission import CheckedJob, record
 from orc.orchestrator.ledger import groups, schedules
 from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.records import NewJob
-from orc.orchestrator.ledger.transaction import Addition
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Snapshot
     from orc.launchers.spec import JobSpec
+    from orc.orchestrator.engine.submission import Submission
     from orc.orchestrator.ledger.schedules import ScheduleRecord
+    from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace
 
 
@@ -44,53 +46,46 @@ LATE_S = 300.0  # later than so much, a time counts as missed
 
 def create(
     ws: Workspace,
-    spec: JobSpec,
-    snapshot: Snapshot,
+    each: Submission,
     *,
     name: str,
     cron: str,
     timezone: str,
     missed: str = "skip",
     overlap: str = "skip",
-    source: str = "",
-    given: Mapping[str, str] | None = None,
-    request: str = "",
 ) -> ScheduleRecord:
-    """Store a schedule of *spec*, which runs from *snapshot* each time; the values of its secrets are kept for it.
+    """Store a schedule with the id of *each*, which is submitted each time; the values of its secrets are kept for it.
 
-    *given* are values of its secrets, beside those of the environment; *request* names the request that makes it.
     Raises `SpecError` for what is no schedule, and what rendering the job raises.
     """
-    from orc.orchestrator.engine.placement import PlacementPlanner
-
+    spec = each.spec
     check(spec, cron, timezone)
     backend = ws.backend(spec.cluster)
-    secrets = resolve_secrets(spec.secrets, {**os.environ, **(given or {})})
-    schedule_id = ws.new_job_id(name)
-    PlacementPlanner(ws, spec, snapshot, AttemptId(new_job_id(spec.name), 1)).render(None)
+    secrets = resolve_secrets(spec.secrets, {**os.environ, **each.secrets})
+    render_anywhere(ws, spec, each.snapshot, AttemptId(new_job_id(spec.name), 1), each.owner)
     described = {
         "job": ws.subscribed(spec).model_dump(mode="json"), "backend": backend.kind, "origin": ws.origin,
         "missed": missed, "overlap": overlap,
     }  # fmt: skip
-    if request:
-        described["request"] = request
-    if ws.seals and secrets:
-        described["sealed"] = sealing.seal(ws.state_dir, schedule_id, secrets)
+    if each.request:
+        described["request"] = each.request
+    if each.sealed and secrets:
+        described["sealed"] = sealing.seal(ws.state_dir, each.id, secrets)
     now = ws.clock()
-    record = schedules.ScheduleRecord(
-        schedule_id, name, ws.user, cron, timezone, True, times.due_after(cron, timezone, now), None, None,
-        described, snapshot.digests, source,
+    made = schedules.ScheduleRecord(
+        each.id, name, each.owner, cron, timezone, True, times.due_after(cron, timezone, now), None, None,
+        described, each.snapshot.digests, each.source,
     )  # fmt: skip
-    with job_secrets.until_recorded(ws, schedule_id):
-        if not ws.seals:
-            job_secrets.keep(ws.state_dir, schedule_id, secrets)
+    with job_secrets.until_recorded(ws, each.id):
+        if not each.sealed:
+            job_secrets.keep(ws.state_dir, each.id, secrets)
         with ws.ledger.transaction() as tx:
-            if schedules.named(tx.connection, ws.user, name) is not None:
+            if schedules.named(tx.connection, each.owner, name) is not None:
                 raise SpecError(f"there is a schedule {name!r} already", hint="delete it first, or give another --name")
-            groups.create(tx.connection, groups.GroupRecord(schedule_id, "schedule", name, ws.user, now))
-            schedules.create(tx.connection, record)
+            groups.create(tx.connection, groups.GroupRecord(each.id, "schedule", name, each.owner, now))
+            schedules.create(tx.connection, made)
     ws.on_live_job()
-    return record
+    return made
 
 
 def check(spec: JobSpec, cron: str, timezone: str) -> None:
@@ -125,31 +120,26 @@ def _fire(ws: Workspace, schedule: ScheduleRecord) -> str | None:
     if runs and schedule.spec["overlap"] == "skip" and schedule.last_job is not None:
         last = ws.ledger.job(schedule.last_job)
         runs = last is None or last.state.terminal
-    new = _job(ws, schedule, now) if runs else None
+    new = _job(schedule, now) if runs else None
+    changes: dict[str, Any] = {"next_at": following}
+    if new is not None:
+        changes |= {"last_at": newest, "last_job": new.id}
+
+    def change(tx: Transaction) -> None:
+        schedules.update(tx.connection, schedule, **changes)
+
     try:
-        if new is not None:
-            _copy_secrets(ws, schedule, new)
-        with ws.ledger.transaction() as tx:
-            changes: dict[str, Any] = {"next_at": following}
-            if new is not None:
-                changes |= {"last_at": newest, "last_job": new.id}
-            schedules.update(tx.connection, schedule, **changes)
-            record = tx.enqueue(new) if new is not None else None
+        if new is None:
+            with ws.ledger.transaction() as tx:
+                change(tx)
+            return None
+        record(ws, [_with_secrets(ws, schedule, new)], within=change)
     except Conflict:  # another reconciler has done it
-        if new is not None:
-            job_secrets.remove_for(ws, new.id)
         return None
-    finally:
-        if new is not None:
-            ws.ledger.additions.pop(new.id, None)
-    if new is None or record is None:
-        return None
-    job_files.keep(ws.state_dir, new, record.created_at)
-    ws.on_live_job()
     return new.id
 
 
-def _job(ws: Workspace, schedule: ScheduleRecord, now: float) -> NewJob:
+def _job(schedule: ScheduleRecord, now: float) -> NewJob:
     spec: Mapping[str, Any] = schedule.spec["job"]
     return NewJob(
         id=new_job_id(spec["name"]),
@@ -169,20 +159,20 @@ def _job(ws: Workspace, schedule: ScheduleRecord, now: float) -> NewJob:
     )
 
 
-def _copy_secrets(ws: Workspace, schedule: ScheduleRecord, new: NewJob) -> None:
-    """Keep the secrets of the schedule for its job, where this machine has them; elsewhere note what the job waits
-    for. Those of a service's schedule stay sealed.
+def _with_secrets(ws: Workspace, schedule: ScheduleRecord, new: NewJob) -> CheckedJob:
+    """Return *new* with the secrets of the schedule, where this machine has them; elsewhere the job waits for them.
+
+    Those of a service's schedule stay sealed.
     """
     if sealed := schedule.spec.get("sealed"):
         # A text that does not open here is no reason to look elsewhere: the job says that it does not.
         with suppress(sealing.UnsealError):
             sealed = sealing.seal(ws.state_dir, new.id, sealing.unseal(ws.state_dir, schedule.id, sealed))
-        ws.ledger.additions[new.id] = Addition(sealed=sealed)
-        return
+        return CheckedJob(new, ciphertext=sealed)
+    secrets: Mapping[str, str] = {}
     with suppress(SpecError):
-        job_secrets.keep(
-            ws.state_dir, new.id, job_secrets.load(ws.state_dir, schedule.id, schedule.spec["job"]["secrets"])
-        )
+        secrets = job_secrets.load(ws.state_dir, schedule.id, schedule.spec["job"]["secrets"])
+    return CheckedJob(new, secrets)
 
 
 def change(ws: Workspace, schedule_id: str, *, enabled: bool) -> ScheduleRecord:

@@ -1,165 +1,258 @@
-"""Exactly-once submission: the intent is durable before the side effect, and a cut-off is resolved by looking.
+"""Submission of new jobs: one value for each, and one transaction for all. A pass of the reconciler sends them.
 
-The steps, each durable before the next begins (docs/explanation/exactly-once.md):
-
-1. PREPARED: job, attempt and marker. From here on the job will run, whoever has to finish the work.
-2. The preflight, which may find that it cannot: then it is FAILED.
-3. The snapshot is staged; doing that twice is harmless.
-4. SUBMITTING: from here on nobody knows whether the backend has the job until it is looked for by its marker.
-5. `Backend.submit`, outside any transaction.
-6. PENDING, with the handle.
+What can never be sent is refused before anything is recorded. From the transaction on the jobs will run, whoever has to
+finish the work (docs/explanation/exactly-once.md).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from orc.launchers.errors import LaunchError, NoRoom, SpecError
-from orc.launchers.ids import AttemptId
-from orc.launchers.secrets import redact, resolve_secrets
-from orc.orchestrator.engine import claims, delivery, job_files, job_secrets
+from orc.launchers.errors import SpecError
+from orc.launchers.ids import AttemptId, new_job_id
+from orc.launchers.secrets import resolve_secrets
+from orc.orchestrator.engine import artefacts, claims, job_files, job_secrets, sealing
 from orc.orchestrator.engine import submission_steps as steps
-from orc.orchestrator.engine.admission import Admission
 from orc.orchestrator.engine.deadlines import deadline_at
+from orc.orchestrator.engine.dependencies import job_named, required, waiting_reason
 from orc.orchestrator.engine.fault_points import fault_point
-from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt, Progress
-from orc.orchestrator.ledger.errors import Conflict, LedgerError
-from orc.orchestrator.ledger.lifecycle import Event, Kind
+from orc.orchestrator.engine.placement import render_anywhere
+from orc.orchestrator.engine.progress import Progress, silent
+from orc.orchestrator.ledger import dependencies
+from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.records import JobRecord, NewJob
-from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Placement, Snapshot
-    from orc.launchers.plan import Plan
+    from orc.launchers.backends.base import Snapshot
     from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.relations import Requirement
     from orc.orchestrator.ledger.transaction import Transaction
+    from orc.orchestrator.workspace import Workspace
 
-_UNCLAIMED = {"claim_owner": None, "claim_expires_at": None}
-
-
-def silent(_stage: str, _data: Mapping[str, Any]) -> None:
-    """Show no progress."""
+_APART_S = 1e-6  # between the times of two jobs: whose turn it is follows from the time, and theirs in their order
 
 
-def start(
+@dataclass(frozen=True)
+class Submission:
+    """Job that is to be submitted, with all that the ledger will know of it."""
+
+    spec: JobSpec
+    snapshot: Snapshot  # which is in the local store
+    owner: str  # login name of who submits it
+    id: str
+    source: str = ""
+    secrets: Mapping[str, str] = field(default_factory=dict)  # values, beside those of the environment
+    sealed: bool = False  # they are kept as ciphertext in the ledger, not in a file
+    request: str = ""  # digest of the key of the request that makes it
+    group: str | None = None
+    number: int | None = None  # its place in the group
+    stage: str = ""  # name by which others that are submitted with it refer to it
+    not_before: float | None = None  # when it may be sent at the earliest; seconds since the epoch
+
+
+def new_submission(
+    ws: Workspace, spec: JobSpec, snapshot: Snapshot, *, source: str, secrets: Mapping[str, str] | None = None
+) -> Submission:
+    """Return the submission of a job by itself for the user of *ws*."""
+    return Submission(spec, snapshot, ws.user, new_job_id(spec.name), source, secrets or {})
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    """New job that can be recorded."""
+
+    row: NewJob
+    secrets: Mapping[str, str] = field(default_factory=dict)  # to be kept in a file
+    ciphertext: str = ""  # of secrets that are kept in the ledger
+    request: str = ""
+    needs: Sequence[Requirement] = ()
+    reason: str = ""  # for which it waits
+
+
+def submit(
     ws: Workspace,
-    job: JobSpec,
-    snapshot: Snapshot,
+    submissions: Sequence[Submission],
     *,
-    source: str,
+    within: Callable[[Transaction], object] | None = None,
     progress: Progress = silent,
-    given: Mapping[str, str] | None = None,
-) -> JobRecord:
-    """Submit a new job made from *job* and *snapshot*, which is in the local store; *given* are values of its secrets.
+) -> list[str]:
+    """Submit new jobs, and send them at once; return their ids. Where there is no room for one, it is QUEUED then.
 
-    Raises `LaunchError` when the job certainly does not run. What no cluster has to be asked for leaves no record; from
-    the preflight on, the job is in the ledger as FAILED then. A submission that was cut off raises nothing: the job
-    will be found or sent. Where there is no room for it, the job is QUEUED, and passes send it once there is.
+    Those that wait for other jobs are left to later passes. *within* is as of `enqueue`.
+
+    Raises `LaunchError` when a job certainly does not run. What no cluster has to be asked for leaves no record; what
+    its cluster refuses is in the ledger as FAILED then. A submission that was cut off raises nothing: the job will be
+    found or sent.
     """
-    ws.backend(job.cluster)  # one that is not configured is the cheapest mistake
-    if job.sweep is not None or job.array is not None:
-        raise SpecError("describes several jobs, and one is submitted", where=job.name, hint="submit it as a group")
-    secrets = resolve_secrets(job.secrets, {**os.environ, **(given or {})})
-    attempt = AttemptId(ws.new_job_id(job.name), 1)
-    planner = PlacementPlanner(ws, job, snapshot, attempt, progress=progress)
-    new = new_job(ws, job, snapshot, attempt, source)
-    with job_secrets.until_recorded(ws, new.id):
-        prepared = _record(ws, new, planner, secrets)
-    fault_point("prepared")
-    recorded = prepared.job if isinstance(prepared, PreparedAttempt) else prepared
-    job_files.keep(ws.state_dir, new, recorded.created_at)
-    ws.on_live_job()
-    if not isinstance(prepared, PreparedAttempt):
-        return prepared
+    from orc.orchestrator.engine.driving import drive_new
+
+    if any(one.spec.depends_on or set(one.spec.inputs) - set(one.snapshot.inputs) for one in submissions):
+        return [record.id for record in enqueue(ws, submissions, within=within)]
+    records = enqueue(ws, submissions, within=within, claimed=True)
+    ids = [record.id for record in records]
     try:
-        record = _examine_and_send(ws, planner, prepared, secrets, progress)
-        ws.give_back(new.id)
+        try:
+            report = drive_new(ws, records, progress)
+        except KeyboardInterrupt:
+            for current in ws.ledger.jobs(ids):
+                steps.abandon(ws, current)
+            raise
+        finally:
+            ws.give_back(*ids)
     except LedgerError as error:
-        with suppress(LedgerError):
-            ws.give_back(new.id)  # the next pass goes on with it
         # Too late to undo: the intent is durable, and whoever submits again would have two jobs.
-        raise LedgerError(
-            f"{error.what}; the job {new.id} is recorded, and runs or will run",
-            where=error.where,
-            hint="; then ".join(filter(None, [error.hint, f"`orc status {new.id}`; do not submit it again"])),
-        ) from error
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            steps.abandon(ws, prepared.job)
-        elif isinstance(error, LaunchError):
-            steps.reject(ws, prepared.job, redact(error.what, secrets.values()))
-        ws.give_back(new.id)
-        raise
+        raise _recorded(error, ids) from error
     fault_point("claim-released")
-    return record
+    for job_id in ids:
+        if refusal := report.errors.get(job_id):
+            raise refusal
+    return ids
 
 
-def new_job(ws: Workspace, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, source: str) -> NewJob:
-    """Return the row of a job that is submitted."""
+def _recorded(error: LedgerError, ids: Sequence[str]) -> LedgerError:
+    if len(ids) == 1:
+        what = f"the job {ids[0]} is recorded, and runs or will run"
+        hint = f"`orc status {ids[0]}`; do not submit it again"
+    else:
+        what = f"the jobs {', '.join(ids)} are recorded, and run or will run"
+        hint = "do not submit them again; `orc list` shows them"
+    hint = "; then ".join(filter(None, [error.hint, hint]))
+    return LedgerError(f"{error.what}; {what}", where=error.where, hint=hint)
+
+
+def enqueue(
+    ws: Workspace,
+    submissions: Sequence[Submission],
+    *,
+    within: Callable[[Transaction], object] | None = None,
+    claimed: bool = False,
+) -> list[JobRecord]:
+    """Record new jobs in one transaction, all or none; passes send those whose turn it is.
+
+    Args:
+        ws: The workspace.
+        submissions: The jobs. Their `depends_on` and `inputs` may name the stages of others among them.
+        within: Writes what belongs to them in the same transaction, before them.
+        claimed: This process sends them itself, and gives the claims back.
+
+    Returns:
+        The jobs, QUEUED, in the order of *submissions*.
+
+    Raises:
+        LaunchError: None of them was recorded.
+    """
+    checked = check(ws, submissions)
+    fault_point("snapshot-taken")
+    return record(ws, checked, within=within, claimed=claimed)
+
+
+def check(ws: Workspace, submissions: Sequence[Submission]) -> list[CheckedJob]:
+    """Return what is recorded of *submissions*, asking no cluster. Raises `LaunchError` for what can never be sent."""
+    ids = {one.stage: one.id for one in submissions if one.stage}
+    specs = {one.id: one.spec for one in submissions}
+    checked = []
+    for one in submissions:
+        backend = ws.backend(one.spec.cluster)  # one that is not configured is the cheapest mistake
+        if one.spec.sweep is not None or one.spec.array is not None:
+            raise SpecError(
+                "describes several jobs, and one is submitted", where=one.spec.name, hint="submit it as a group"
+            )
+        spec = _with_ids(ws, one.spec, ids)
+        artefacts.check(ws, spec, specs)
+        needs = required(ws, spec, list(specs))
+        secrets = resolve_secrets(spec.secrets, {**os.environ, **one.secrets})
+        render_anywhere(ws, spec, one.snapshot, AttemptId(one.id, 1), one.owner)
+        ciphertext = sealing.seal(ws.state_dir, one.id, secrets) if one.sealed and secrets else ""
+        row = _row(ws, one, spec, backend.kind)
+        kept = {} if one.sealed else secrets
+        checked.append(CheckedJob(row, kept, ciphertext, one.request, needs, _reason(ws, needs, specs)))
+    return checked
+
+
+def _row(ws: Workspace, one: Submission, spec: JobSpec, kind: str) -> NewJob:
     return NewJob(
-        id=attempt.job,
-        name=job.name,
-        cluster=job.cluster,
-        backend=ws.backend(job.cluster).kind,
-        source=source,
-        spec=ws.subscribed(job).model_dump(mode="json"),
-        digests=snapshot.digests,
-        tags=job.tags,
+        id=one.id,
+        name=spec.name,
+        cluster=spec.cluster,
+        backend=kind,
+        source=one.source,
+        spec=ws.subscribed(spec).model_dump(mode="json"),
+        digests=one.snapshot.digests,
+        tags=spec.tags,
         origin=ws.origin,
-        owner=ws.user,
-        project=job.project or "",
-        priority=job.priority,
-        deadline_at=deadline_at(job.deadline, ws.clock()),
+        owner=one.owner,
+        project=spec.project or "",
+        priority=spec.priority,
+        group_id=one.group,
+        group_index=one.number,
+        not_before=one.not_before,
+        deadline_at=deadline_at(spec.deadline, ws.clock()),
     )
 
 
-def _examine_and_send(
-    ws: Workspace, planner: PlacementPlanner, prepared: PreparedAttempt, secrets: Mapping[str, str], progress: Progress
-) -> JobRecord:
-    """Return the preflight, on other hosts where it finds bad ones, then `send`."""
-    try:
-        prepared = planner.examine(prepared)
-    except NoRoom as error:
-        return steps.wait_for_room(ws, prepared.job, planner.waiting_reason(error))
-    except Conflict:  # somebody asked to cancel it just now; the next pass sees that
-        return ws.ledger.jobs([prepared.job.id])[0]
-    fault_point("examined")
-    return delivery.send(ws, planner, prepared, secrets, progress=progress)
+def _with_ids(ws: Workspace, spec: JobSpec, stages: Mapping[str, str]) -> JobSpec:
+    """Return *spec* with the ids of the jobs that it names as stages, and of all whose artefacts it takes."""
+    from orc.launchers.spec.relations import artefact, requirement
+
+    if not (spec.depends_on or spec.inputs):
+        return spec
+    waits = [(text, requirement(text)) for text in spec.depends_on]
+    taken = {name: artefact(text) for name, text in spec.inputs.items()}
+    return spec.model_copy(
+        update={
+            "depends_on": [f"{stages[one.job]}:{one.condition}" if one.job in stages else text for text, one in waits],
+            "inputs": {
+                name: f"{stages.get(one.job) or job_named(ws, one.job)}.{one.output}" for name, one in taken.items()
+            },
+        }
+    )
 
 
-def _record(
-    ws: Workspace, new: NewJob, planner: PlacementPlanner, secrets: Mapping[str, str]
-) -> PreparedAttempt | JobRecord:
-    """Make the job durable: with its first attempt, or without one while there is no room."""
-    marker = planner.attempt.marker
-    while True:
-        try:
-            plan, placement = planner.choose(examine=False)
-        except NoRoom as error:
-            planner.render(None)  # what can never be sent is refused now
-            fault_point("snapshot-taken")
-            job_secrets.keep_for(ws, new.id, secrets)
-            fault_point("secrets-kept")
-            reason = planner.waiting_reason(error)
-            with ws.ledger.transaction() as tx:
-                return tx.enqueue(new, reason)
-        fault_point("snapshot-taken")
-        job_secrets.keep_for(ws, new.id, secrets)
+def _reason(ws: Workspace, needs: Sequence[Requirement], new: Mapping[str, object]) -> str:
+    if not needs:
+        return ""
+    states = {job.id: job.state for job in ws.ledger.jobs([one.job for one in needs if one.job not in new])}
+    return waiting_reason(
+        (dependencies.Dependency("", one.job, one.condition), states.get(one.job, JobState.QUEUED)) for one in needs
+    )
+
+
+def record(
+    ws: Workspace,
+    jobs: Sequence[CheckedJob],
+    *,
+    within: Callable[[Transaction], object] | None = None,
+    claimed: bool = False,
+) -> list[JobRecord]:
+    """Record *jobs* in one transaction; see `enqueue`. Raises what *within* raises, `LedgerError`."""
+    with job_secrets.until_recorded(ws, *(job.row.id for job in jobs)):
+        for job in jobs:
+            job_secrets.keep(ws.state_dir, job.row.id, job.secrets)
         fault_point("secrets-kept")
-
-        def write(tx: Transaction, plan: Plan = plan, placement: Placement | None = placement) -> JobRecord:
-            queued = tx.enqueue(new, owner=ws.owner, claim_expires_at=tx.now + claims.TTL_S)
-            if hold := Admission(ws, tx, [queued]).hold(queued):
-                waiting = Event(Kind.WAITING, None, {"reason": hold.reason})
-                return tx.record(queued, waiting, job_set={"reason": hold.reason, **_UNCLAIMED})
-            return tx.prepare(queued, marker, plan.digest, placement)
-
-        try:
-            record = planner.commit(placement, write)
-        except NoRoom:
-            continue  # somebody was faster; the next look says who
-        if record is not None:
-            return PreparedAttempt(record, plan, placement) if record.attempt else record
+        with ws.ledger.transaction() as tx:
+            if within is not None:
+                within(tx)
+            owner, expires = (ws.owner, tx.now + claims.TTL_S) if claimed else (None, None)
+            records = []
+            for job in jobs:
+                made = tx.enqueue(
+                    job.row,
+                    job.reason,
+                    owner=owner,
+                    claim_expires_at=expires,
+                    sealed=job.ciphertext,
+                    request=job.request,
+                )
+                records.append(made)
+                tx.now += _APART_S
+            waits = [dependencies.Dependency(job.row.id, one.job, one.condition) for job in jobs for one in job.needs]
+            dependencies.add(tx.connection, waits)
+    fault_point("enqueued")
+    for job, made in zip(jobs, records, strict=True):
+        job_files.keep(ws.state_dir, job.row, made.created_at)
+    ws.on_live_job()
+    return records

@@ -28,7 +28,7 @@ def abandon(ws: Workspace, job: JobRecord) -> None:
     """The user stopped the submission by hand. What may be at the backend is found and cancelled."""
 
     def change(current: JobRecord, now: float) -> JobUpdate:
-        if attempt_is(AttemptState.PREPARED)(current):
+        if current.state in (JobState.QUEUED, JobState.PREPARED):
             return update_for_early_cancel(current, now)
         wish = Event(Kind.CANCEL_REQUESTED, None, {"grace_s": 0.0})
         return JobUpdate((wish,), {"cancel_requested_at": now, "cancel_grace_s": 0.0})
@@ -39,12 +39,13 @@ def abandon(ws: Workspace, job: JobRecord) -> None:
 
 
 def reject(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
-    """Record that the newest attempt could not be started."""
+    """Record that the newest attempt could not be started, or the next one of a QUEUED *job* not be made."""
+    unsent = attempt_is(AttemptState.PREPARED, AttemptState.SUBMITTING)
     refused = apply(
         ws,
         job,
-        attempt_is(AttemptState.PREPARED, AttemptState.SUBMITTING),
-        lambda j, at: update_for_rejection(j, reason, at),
+        (lambda current: current.state is JobState.QUEUED) if job.state is JobState.QUEUED else unsent,
+        lambda current, now: update_for_rejection(current, reason, now),
     )
     if refused.state.terminal:
         job_secrets.remove(ws.state_dir, job.id)

@@ -181,13 +181,12 @@ def update_after_end(
 
 
 def update_for_rejection(job: JobRecord, reason: str, now: float) -> JobUpdate:
-    """Return the update of a job whose newest attempt was rejected: it has failed for good."""
-    cause = str(Cause.LAUNCH)
-    events = (
-        Event(Kind.FAILED, job.number, {"cause": cause, "reason": reason}),
-        Event(Kind.JOB_FAILED, None, {"cause": cause, "reason": reason}),
-    )
-    return JobUpdate(events, _over(reason, now), {"cause": cause, "reason": reason, "ended_at": now})
+    """Return the update of a job whose newest attempt, or next one, was rejected: it has failed for good."""
+    told = {"cause": str(Cause.LAUNCH), "reason": reason}
+    over = Event(Kind.JOB_FAILED, None, told)
+    if job.attempt is None or job.attempt.state.terminal:
+        return JobUpdate((over,), _over(reason, now))
+    return JobUpdate((Event(Kind.FAILED, job.number, told), over), _over(reason, now), {**told, "ended_at": now})
 
 
 def update_for_early_cancel(job: JobRecord, now: float) -> JobUpdate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,13 @@ def submit_calls(
     from orc.launchers.backends.base import SupportsArrays
     from orc.launchers.ids import new_job_id
     from orc.launchers.spec.load import LoadedJob
-    from orc.orchestrator.engine import snapshots, submission
-    from orc.orchestrator.engine.array_submission import start_array
+    from orc.orchestrator.engine import snapshots
+    from orc.orchestrator.engine.groups import submit_group
+    from orc.orchestrator.engine.progress import silent
+    from orc.orchestrator.engine.submission import new_submission, submit
     from orc.orchestrator.functions import jobs as functions
     from orc.orchestrator.functions.keys import new_key
+    from orc.orchestrator.ledger.groups import GroupRecord
 
     backend = ws.backend(cluster)
     name = name or functions.name_of(calls[0][0])
@@ -48,7 +52,7 @@ def submit_calls(
     settings = functions.Settings(group, max_timeouts, None if arrays else at_once, backend.is_remote)
     with functions.packed(calls, spec, settings) as tree:
         code = ws.store.ingest(tree)
-    snapshot = snapshots.with_code(ws.store, LoadedJob(spec, Path(), Path.cwd()), code, backend, submission.silent)
+    snapshot = snapshots.with_code(ws.store, LoadedJob(spec, Path(), Path.cwd()), code, backend, silent)
     specs = [
         spec.model_copy(
             update={
@@ -60,11 +64,12 @@ def submit_calls(
     ] if many else [spec]  # fmt: skip
     source = f"function:{name}"
     key = new_key(ws.state_dir, snapshot.code.digest)
-    if arrays and len(specs) > 1:
-        records = start_array(ws, specs, snapshot, source=source, at_once=at_once, given=key)
-    else:
-        records = [submission.start(ws, one, snapshot, source=source, given=key) for one in specs]
-    return [record.id for record in records]
+    submissions = [new_submission(ws, one, snapshot, source=source, secrets=key) for one in specs]
+    if not (arrays and many):
+        return submit(ws, submissions)
+    # A group keeps the limit, and goes to its cluster as one array.
+    row = GroupRecord(group, "map", name, ws.user, ws.clock(), at_once)
+    return submit_group(ws, [replace(one, group=group, number=index) for index, one in enumerate(submissions)], row)
 
 
 def _check_limit(at_once: int, time_s: int | None, *, arrays: bool, here: bool, where: str) -> None:

@@ -72,6 +72,11 @@ def members(connection: Connection, group_id: str) -> list[Member]:
     return [Member(job_id, index, JobState(state)) for job_id, index, state in rows]
 
 
+def under_way(connection: Connection, group_id: str) -> int:
+    """Return the number of jobs of a group that neither wait nor have ended."""
+    return sum(not one.state.terminal and one.state is not JobState.QUEUED for one in members(connection, group_id))
+
+
 def owners(connection: Connection, group_id: str) -> set[str]:
     """Return the owners of the jobs of a group."""
     rows = connection.tuples("SELECT DISTINCT owner FROM jobs WHERE group_id = :id", {"id": group_id})

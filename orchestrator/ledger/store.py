@@ -19,7 +19,7 @@ from orc.orchestrator.ledger.queries import (
     read_reservations,
 )
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
-from orc.orchestrator.ledger.transaction import Addition, Transaction
+from orc.orchestrator.ledger.transaction import Transaction
 
 
 class Ledger:
@@ -28,8 +28,6 @@ class Ledger:
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self.database = database
         self._clock = clock
-        # What goes into the ledger beside a job that is about to be made, by its id.
-        self.additions: dict[str, Addition] = {}
 
     def close(self) -> None:
         """Give up the connection."""
@@ -178,7 +176,7 @@ class Ledger:
         if durable:
             self._must_last()
         with self._write() as connection:
-            yield Transaction(connection, self._clock(), self.additions)
+            yield Transaction(connection, self._clock())
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:
@@ -222,10 +220,10 @@ class Ledger:
             taken = connection.execute(claim, parameters)
         return taken == 1
 
-    def release(self, job_id: str, owner: str) -> None:
-        """Give the job back, if it is still *owner*'s."""
+    def release(self, job_ids: Sequence[str], owner: str) -> None:
+        """Give the jobs back that are still *owner*'s."""
         with self._write() as connection:
-            connection.execute(
+            connection.executemany(
                 "UPDATE jobs SET claim_owner = NULL, claim_expires_at = NULL WHERE id = :id AND claim_owner = :owner",
-                {"id": job_id, "owner": owner},
+                [{"id": job_id, "owner": owner} for job_id in job_ids],
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from orc.orchestrator.ledger import sealed_secrets
@@ -20,42 +19,30 @@ if TYPE_CHECKING:
 _JSON_COLUMNS = frozenset({"handle", "hosts", "progress", "exit", "sent_to"})
 
 
-@dataclass(frozen=True)
-class Addition:
-    """Addition to a new job, durable with it or not at all."""
-
-    sealed: str = ""  # ciphertext of its secrets
-    request: str = ""  # digest of the key of the request that makes it
-
-
 class Transaction:
     """The changes of one transaction.
 
     What is not a job goes through `connection` and the functions of the tables' own modules (`tokens`, `groups`, ...).
     """
 
-    def __init__(self, connection: Connection, now: float, additions: Mapping[str, Addition] | None = None) -> None:
+    def __init__(self, connection: Connection, now: float) -> None:
         self.connection = connection
         self.now = now
-        self._additions = additions or {}
-
-    def create(
-        self,
-        job: NewJob,
-        marker: str,
-        plan_digest: str,
-        owner: str,
-        claim_expires_at: float,
-        placement: Placement | None = None,
-    ) -> JobRecord:
-        """Return a new job with its first attempt PREPARED and claimed by *owner*."""
-        queued = self.enqueue(job, owner=owner, claim_expires_at=claim_expires_at)
-        return self.prepare(queued, marker, plan_digest, placement)
 
     def enqueue(
-        self, job: NewJob, reason: str = "", *, owner: str | None = None, claim_expires_at: float | None = None
+        self,
+        job: NewJob,
+        reason: str = "",
+        *,
+        owner: str | None = None,
+        claim_expires_at: float | None = None,
+        sealed: str = "",
+        request: str = "",
     ) -> JobRecord:
-        """Return a new job without an attempt, which has to wait for *reason*."""
+        """Return a new job without an attempt, which has to wait for *reason*, claimed by *owner* if given.
+
+        *sealed* is the ciphertext of its secrets, *request* the digest of the key of the request that makes it.
+        """
         self.connection.execute(
             "INSERT INTO jobs (id, name, cluster, backend, state, reason, attempt, revision, created_at, updated_at, "
             "claim_owner, claim_expires_at, owner, project, priority, group_id, group_index, not_before, deadline_at, "
@@ -89,11 +76,10 @@ class Transaction:
         )
         position = advance(Position(), Event(Kind.QUEUED))
         told = {"cluster": job.cluster, "source": job.source, "origin": job.origin}
-        addition = self._additions.get(job.id, Addition())
-        if addition.request:
-            told["request"] = addition.request
-        if addition.sealed:
-            sealed_secrets.put(self.connection, job.id, addition.sealed, self.now)
+        if request:
+            told["request"] = request
+        if sealed:
+            sealed_secrets.put(self.connection, job.id, sealed, self.now)
         events = [Event(Kind.QUEUED, None, told)]
         if reason:
             events.append(Event(Kind.WAITING, None, {"reason": reason}))

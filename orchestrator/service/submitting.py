@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import RenderError, SpecError
-from orc.launchers.ids import derived_job_id
+from orc.launchers.ids import derived_job_id, new_job_id
 from orc.orchestrator.clients.errors import NotAllowed
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.records import JobRecord
-from orc.orchestrator.ledger.transaction import Addition
 from orc.orchestrator.workspace import login_name, no_account
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.spec import JobSpec
     from orc.orchestrator.client import Client
+    from orc.orchestrator.engine.submission import Submission
     from orc.orchestrator.views import JobView
     from orc.orchestrator.workspace import Workspace
 
@@ -112,7 +111,7 @@ class Submitter:
         secrets: Mapping[str, str],
         has: Mapping[str, str] = MappingProxyType({}),
     ) -> JobView:
-        from orc.orchestrator.engine.groups import start_job
+        from orc.orchestrator.engine.submission import submit
 
         earlier, new_id = self._look(job.name) if self._request else (None, "")
         if earlier is not None:
@@ -120,15 +119,23 @@ class Submitter:
         if unknown := sorted(secrets.keys() - set(job.secrets)):
             raise SpecError(f"{unknown[0][:80]!r} is no secret of the job", where="secrets")
         job, trees = self._checked(job, snapshot, secrets, has)
-        ws = self._client.workspace
-        with self._acting(lambda _: new_id):
-            try:
-                return self._client.job(start_job(ws, job, trees, source=source, given=secrets).id)
-            except LedgerError:
-                earlier, _ = self._look(job.name) if self._request else (None, "")
-                if earlier is None:
-                    raise
-                return self._client.job(earlier.id)  # the same request came twice at once
+        new = self._submission(job, trees, new_id or new_job_id(job.name), source, secrets)
+        try:
+            submit(self._client.workspace, [new])
+            return self._client.job(new.id)
+        except LedgerError:
+            earlier, _ = self._look(job.name) if self._request else (None, "")
+            if earlier is None:
+                raise
+            return self._client.job(earlier.id)  # the same request came twice at once
+
+    def _submission(
+        self, job: JobSpec, trees: Snapshot, job_id: str, source: str, secrets: Mapping[str, str]
+    ) -> Submission:
+        """Return the submission of a job that has passed all checks: the user's, with sealed secrets."""
+        from orc.orchestrator.engine.submission import Submission
+
+        return Submission(job, trees, self._user, job_id, source, secrets, sealed=True, request=self._request)
 
     def _checked(
         self,
@@ -148,30 +155,6 @@ class Submitter:
         trees = snapshot()
         _check_environment(job, trees, cluster)
         return job, trees
-
-    @contextmanager
-    def _acting(self, new_id: Callable[[str], str]) -> Iterator[None]:
-        """Make what is submitted meanwhile the user's, with sealed secrets; with a key, its ids are those of *new_id*,
-        and its first events name the request.
-        """
-        ws = self._client.workspace
-        before = ws.user, ws.seals, ws.new_job_id
-        ws.user, ws.seals = self._user, True
-        if self._request:
-            ws.new_job_id = self._noted(new_id)
-        try:
-            yield
-        finally:
-            ws.user, ws.seals, ws.new_job_id = before
-            ws.ledger.additions.clear()
-
-    def _noted(self, new_id: Callable[[str], str]) -> Callable[[str], str]:
-        def made(name: str) -> str:
-            job_id = new_id(name)
-            self._client.workspace.ledger.additions[job_id] = Addition(request=self._request)
-            return job_id
-
-        return made
 
     def _look(self, name: str) -> tuple[JobRecord | None, str]:
         """Return the job that a request with this key has made; without one, the id that it is to have."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import SpecError
-from orc.launchers.ids import derived_job_id
+from orc.launchers.ids import derived_job_id, new_job_id
 from orc.orchestrator.clients import groups
 from orc.orchestrator.clients.group_views import GroupView, ScheduleView
 from orc.orchestrator.ledger import groups as group_rows
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.spec import JobSpec
-    from orc.orchestrator.engine.groups import Entry
+    from orc.orchestrator.engine.submission import Submission
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class GroupSubmitter(Submitter):
         secrets: Mapping[str, str],
     ) -> GroupView:
         """Submit all members, or none. Raises `LaunchError`."""
-        from orc.orchestrator.engine.groups import Entry, enqueue_stages, new_group, submit_members
+        from orc.orchestrator.engine.groups import as_member, submit_group
 
         ws = self._client.workspace
         if not (source.isprintable() and name.isprintable()):
@@ -59,40 +59,40 @@ class GroupSubmitter(Submitter):
         specs = [self._spec_of(member) for member in members]
         stages = _checked_stages(kind, members, specs)
         _refuse_unknown(specs, secrets)
+        described = groups.description({member.number: (member.parameters, member.stage) for member in members})
+        described["request"] = self._request
+        group = group_rows.GroupRecord(group_id, kind, name, self._user, ws.clock(), max_parallel, described)
         trees: dict[str, Snapshot] = {}
-        entries = []
+        submissions, new_id = [], self._ids(group_id)
         for member, spec in zip(members, specs, strict=True):
             job, snapshot = self._checked(spec, self._shared(trees, spec, member.digests), secrets, stages=stages)
-            entries.append(Entry(job, snapshot, member.number, member.stage, source))
-        described = groups.description({member.number: (member.parameters, member.stage) for member in members})
-        with self._acting(self._derived_ids(group_id)):
-            group = new_group(ws, kind, name, max_parallel, {**described, "request": self._request})
-            group = replace(group, id=group_id) if self._request else group
-            send = enqueue_stages if kind == "pipeline" else submit_members
-            try:
-                send(ws, entries, group, secrets)
-            except LedgerError:
-                if not (self._request and self._has_group(group_id)):
-                    raise  # else the same request came twice at once
+            job = as_member(job, group)
+            new = self._submission(job, snapshot, new_id(job.name), source, secrets)
+            submissions.append(replace(new, group=group.id, number=member.number, stage=member.stage))
+        try:
+            submit_group(ws, submissions, group)
+        except LedgerError:
+            if not (self._request and self._has_group(group_id)):
+                raise  # else the same request came twice at once
         return groups.view(ws, group.id)
 
     def retry_group(self, group_id: str, secrets: Mapping[str, str]) -> GroupView:
         """Submit the members of a group that have ended without success once more. Raises `LaunchError`."""
-        from orc.orchestrator.engine.groups import enqueue
+        from orc.orchestrator.engine.submission import enqueue
 
         ws = self._client.workspace
-        group = groups.record_of(ws, group_id)
+        groups.record_of(ws, group_id)
         if self._has_retried(group_id):
             return groups.view(ws, group_id)
-        entries = groups.entries_again(ws, group_id)
-        stages = {entry.stage for entry in entries}
-        checked = [self._checked_again(entry, secrets, stages) for entry in entries]
-        with self._acting(self._derived_ids(group_id)):
-            try:
-                enqueue(ws, checked, group=group, known=True, given=secrets)
-            except LedgerError:
-                if not self._has_retried(group_id):
-                    raise
+        again = groups.submissions_again(ws, group_id)
+        stages = {one.stage for one in again}
+        new_id = self._ids(group_id)
+        submissions = [self._again(one, new_id(one.spec.name), secrets, stages) for one in again]
+        try:
+            enqueue(ws, submissions)
+        except LedgerError:
+            if not self._has_retried(group_id):
+                raise
         return groups.view(ws, group_id)
 
     def create_schedule(
@@ -116,13 +116,12 @@ class GroupSubmitter(Submitter):
         schedules.check(job, when["cron"], when["timezone"])
         _refuse_unknown([job], secrets)
         job, trees = self._checked(job, lambda: self._snapshot(job, digests), secrets)
-        with self._acting(lambda _: schedule_id):
-            try:
-                made = schedules.create(ws, job, trees, source=source, given=secrets, request=self._request, **when)
-            except (LedgerError, SpecError):
-                if (earlier := self._schedule(schedule_id)) is None:
-                    raise
-                return earlier
+        try:
+            made = schedules.create(ws, self._submission(job, trees, schedule_id, source, secrets), **when)
+        except (LedgerError, SpecError):
+            if (earlier := self._schedule(schedule_id)) is None:
+                raise
+            return earlier
         return ScheduleView.of(made)
 
     def _spec_of(self, member: WantedMember) -> JobSpec:
@@ -145,18 +144,18 @@ class GroupSubmitter(Submitter):
 
         return load
 
-    def _checked_again(self, entry: Entry, secrets: Mapping[str, str], stages: set[str]) -> Entry:
-        has = entry.snapshot.digests
-        spec, snapshot = self._checked(entry.spec, lambda: entry.snapshot, secrets, has, stages)
-        return replace(entry, spec=spec, snapshot=snapshot)
+    def _again(self, one: Submission, job_id: str, secrets: Mapping[str, str], stages: set[str]) -> Submission:
+        spec, trees = self._checked(one.spec, lambda: one.snapshot, secrets, one.snapshot.digests, stages)
+        new = self._submission(spec, trees, job_id, one.source, secrets)
+        return replace(new, group=one.group, number=one.number, stage=one.stage)
 
     def _derived(self, name: str) -> str:
-        from orc.launchers.ids import new_job_id
-
         return derived_job_id(name, f"{self._request}/group") if self._request else new_job_id(name)
 
-    def _derived_ids(self, group_id: str) -> Callable[[str], str]:
+    def _ids(self, group_id: str) -> Callable[[str], str]:
         """Return a source of ids of new jobs: with a key always the same ones, so that two requests collide."""
+        if not self._request:
+            return new_job_id
         numbers = itertools.count()
 
         def made(name: str) -> str:

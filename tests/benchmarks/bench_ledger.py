@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from harness import Row, report
+from prepared_jobs import create_prepared
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "orchestrator"))  # the fake backend of the orchestrator's tests
 
@@ -26,7 +27,8 @@ from fake_backend import FakeBackend
 from orc.launchers.backends.base import Phase
 from orc.launchers.spec import load_job
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import snapshots, submission
+from orc.orchestrator.engine import progress, snapshots
+from orc.orchestrator.engine.submission import new_submission, submit
 from orc.orchestrator.ledger import quotas
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.listing import JobFilter
@@ -77,7 +79,7 @@ def fill(client: Client, count: int, state: str) -> list[str]:
                 {"team": "vision", "run": job_id},
             )
             marker = f"orc-{job_id}-a1"
-            job = tx.create(new, marker, "p" * 64, "nobody", 0.0)
+            job = create_prepared(tx, new, marker, "p" * 64, "nobody", 0.0)
             handle = {
                 "cluster": "local",
                 "backend": "fake",
@@ -229,10 +231,10 @@ def test_pass_over_a_thousand_jobs_that_wait_for_hosts(
     backend = FakeBackend(tmp_path / "hosts", hosts={f"n{i}": 1 for i in range(8)})
     with Client(backend_of=lambda _: backend) as client:
         ws = client.workspace
-        snapshot = snapshots.take(ws.store, loaded, submission.silent, backend)
+        snapshot = snapshots.take(ws.store, loaded, progress.silent, backend)
         began = time.perf_counter()
         for _ in range(1_000):
-            submission.start(ws, loaded.spec, snapshot, source="")
+            submit(ws, [new_submission(ws, loaded.spec, snapshot, source="")])
         each = (time.perf_counter() - began) / 1_000
         again = median_of(5, client.refresh)
         assert len(client.jobs(states=["QUEUED"], limit=None)) == 992

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from fake_backend import FakeHosts
+from simulated_processes import announced_at
 
 from orc.launchers.backends.base import (
     Backend,
@@ -123,7 +124,14 @@ class World:
         return None
 
     def start(
-        self, place: tuple[str, str], plan: Plan, secrets: Mapping[str, str], *, late: bool, overdue: bool
+        self,
+        place: tuple[str, str],
+        plan: Plan,
+        secrets: Mapping[str, str],
+        *,
+        sent_at: float,
+        late: bool,
+        overdue: bool,
     ) -> None:
         content = json.loads(plan.files[0].content)
         run = self.find(place, plan.marker, content.get("hosts", ()))
@@ -143,7 +151,8 @@ class World:
             shown_at=self.now + delay,
             steps=self.habits.steps,
             secrets=dict(secrets),
-            is_overdue=overdue,
+            # Whoever sends it may have stood still for so long that others took it for dead and looked in vain.
+            is_overdue=overdue or self.now - sent_at > self.habits.visibility_s,
         )
         self.runs.append(run)
 
@@ -217,7 +226,10 @@ class SimulatedCluster(Backend):
                 raise BackendUnreachable("no answer", where=host).of(host)
         if how != "swallowed":
             for plan in plans:
-                self.world.start(self.place_of_runs, plan, secrets, late=how == "late", overdue=how == "overdue")
+                late, overdue = how == "late", how == "overdue"
+                self.world.start(
+                    self.place_of_runs, plan, secrets, sent_at=announced_at(self.world.now), late=late, overdue=overdue
+                )
         self.pause("submit: done")
         if how in ("ambiguous", "swallowed", "late", "overdue"):
             raise AmbiguousSubmit("the connection broke", where="simulated")

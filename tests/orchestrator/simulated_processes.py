@@ -4,6 +4,7 @@ so, and can be killed there as by SIGKILL: nothing that it would have cleaned up
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ class Process:
         self.machine, self.what = machine, what
         self.owner = f"{machine.name}/{what}/{next(machine.numbers)}"
         self.at = "begin"
+        self.announced_at = 0.0  # true time at which the ledger last said that it is about to send something
         self.dead = False
         self.error: BaseException | None = None
         self.result: Any = None
@@ -57,6 +59,8 @@ class Process:
         if self.dead:
             raise Killed
         self.at = at
+        if at == "submitting":
+            self.announced_at = self.machine.true_time()
         self._main.switch()
         if self.dead:
             raise Killed
@@ -78,6 +82,12 @@ class Process:
         if not self.over:
             self._greenlet.switch()
         assert self.over
+
+
+def announced_at(otherwise: float) -> float:
+    """Return the true time at which the process that calls this has announced what it sends."""
+    process = getattr(greenlet.getcurrent(), "process", None)
+    return process.announced_at if process is not None else otherwise
 
 
 def pause(at: str) -> None:
@@ -128,6 +138,7 @@ class Machine:
         self.state_dir.mkdir(mode=0o700)
         self.nowhere = root / "nowhere"  # where a process writes that is dead
         self.skew = 0.0
+        self.true_time: Callable[[], float] = time.time
         self.pass_time: Callable[[float], None] = lambda _: None  # while a process sleeps
         self.numbers = iter(range(1_000_000))
         self.dead_owners: set[str] = set()

@@ -25,8 +25,8 @@ from orc.orchestrator.api.session import Caller
 from orc.orchestrator.cli.main import main
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import submission_steps as steps
-from orc.orchestrator.engine.groups import start_job
 from orc.orchestrator.engine.snapshots import take
+from orc.orchestrator.engine.submission import new_submission, submit
 from orc.orchestrator.ledger import polls
 from orc.orchestrator.workspace import NoAccount, login_name
 
@@ -77,7 +77,7 @@ class Accounts:
         ws = self.client.workspace
         ws.user = user
         snapshot = take(ws.store, loaded, lambda *_: None, self.own)
-        return start_job(ws, loaded.spec, snapshot, source="").id
+        return submit(ws, [new_submission(ws, loaded.spec, snapshot, source="")])[0]
 
 
 @pytest.fixture

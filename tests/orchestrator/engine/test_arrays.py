@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_backend import FakeBackend
 
-from orc.launchers.backends.base import Handle
+from orc.launchers.backends.base import Handle, Phase
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.plan import Plan
 from orc.launchers.spec.groups import load_jobs
 from orc.orchestrator.client import Client
 from orc.orchestrator.clients import cancelling, groups
-from orc.orchestrator.engine import array_submission, snapshots, submission
+from orc.orchestrator.engine import progress, snapshots
+from orc.orchestrator.engine.claims import Owner
+from orc.orchestrator.engine.groups import submit_group
+from orc.orchestrator.engine.submission import Submission, enqueue, new_submission
+from orc.orchestrator.ledger.groups import GroupRecord
+from orc.orchestrator.ledger.groups import create as create_group
+from orc.orchestrator.views import JobView
 
 
 class FakeArrays(FakeBackend):
     limit: int | None = None
 
+    @property
+    def arrays(self) -> list[int]:
+        """Sizes of the arrays that were submitted."""
+        return [int(size) for size in self.calls("submit_array")]
+
     def submit_array(
         self, plans: Sequence[Plan], secrets: Mapping[str, str], *, at_once: int | None = None
     ) -> list[Handle]:
         self.limit = at_once
+        self._called("submit_array", str(len(plans)))
         return [self.submit(plan, secrets) for plan in plans]
 
 
@@ -33,10 +46,22 @@ def backend(tmp_path: Path) -> FakeArrays:
     return FakeArrays(tmp_path / "fake")
 
 
-def start(client: Client, backend: FakeArrays, loaded: Any, count: int = 3) -> list[Any]:
+def members(client: Client, backend: FakeArrays, loaded: Any, count: int) -> tuple[list[Submission], GroupRecord]:
     ws = client.workspace
-    snapshot = snapshots.take(ws.store, loaded, submission.silent, backend)
-    return array_submission.start_array(ws, [loaded.spec] * count, snapshot, source="array", at_once=2)
+    snapshot = snapshots.take(ws.store, loaded, progress.silent, backend)
+    group = GroupRecord("array-aaaaaa", "array", "array", ws.user, ws.clock(), max_parallel=2)
+    each = [new_submission(ws, loaded.spec, snapshot, source="array") for _ in range(count)]
+    return [replace(one, group=group.id, number=number) for number, one in enumerate(each)], group
+
+
+def start(client: Client, backend: FakeArrays, loaded: Any, count: int = 3) -> list[JobView]:
+    return [client.job(job_id) for job_id in submit_group(client.workspace, *members(client, backend, loaded, count))]
+
+
+def enqueued(client: Client, backend: FakeArrays, loaded: Any) -> list[str]:
+    """Leave the members of an array behind as a submission does that is killed when they are durable."""
+    new, group = members(client, backend, loaded, 3)
+    return [job.id for job in enqueue(client.workspace, new, within=lambda tx: create_group(tx.connection, group))]
 
 
 def test_each_element_is_a_job_with_its_own_handle(client, backend, job_file):
@@ -110,3 +135,54 @@ def test_members_that_ask_for_different_things_are_sent_one_by_one(client, backe
     view = groups.submit(client.session, load_jobs(path))
     assert [member.job.state for member in view.members] == ["PENDING"] * 2
     assert len(backend.calls("stage")) == 2
+
+
+def test_a_pass_sends_what_its_submission_has_left_behind_as_one_array(client, backend, job_file):
+    ids = enqueued(client, backend, job_file())
+    client.refresh([ids[0]])
+    assert (backend.arrays, backend.limit) == ([3], 2)
+    assert [client.job(job_id).state for job_id in ids] == ["PENDING"] * 3
+    assert len(backend.calls("stage")) == 1
+
+
+@pytest.mark.parametrize("how", ["unreachable", "refuse"])
+def test_a_pass_tries_an_array_again_that_cannot_be_sent_now_and_gives_one_up_that_is_refused(
+    client, backend, job_file, how
+):
+    ids = enqueued(client, backend, job_file())
+    backend.behave(submit=how)
+    client.refresh()
+    assert {client.job(job_id).state for job_id in ids} == {"PREPARED" if how == "unreachable" else "FAILED"}
+    backend.behave(submit=None)
+    client.refresh()
+    assert {client.job(job_id).state for job_id in ids} == {"PENDING" if how == "unreachable" else "FAILED"}
+
+
+def test_while_something_of_its_group_is_under_way_no_second_array_is_sent(client, backend, clock, job_file):
+    path = job_file(sweep={"grid": {"args.lr": [1, 2, 3, 4]}}, max_parallel=2).source_path
+    view = groups.submit(client, load_jobs(path))
+    jobs = [member.job.id for member in view.members]
+    for job_id in jobs[:2]:
+        backend.set(f"orc-{job_id}-a1", Phase.FAILED, cause="crash")
+    backend.set(f"orc-{jobs[2]}-a1", Phase.SUCCEEDED)
+    client.refresh()
+    clock.sleep(60)
+    again = groups.resubmit(client, view.id)
+    assert backend.arrays == [4]
+    assert sorted(str(member.job.state) for member in again.members) == ["PENDING", "PENDING", "QUEUED", "SUCCEEDED"]
+
+
+def test_a_member_that_another_process_has_keeps_the_others_from_being_an_array(client, backend, job_file):
+    ids = enqueued(client, backend, job_file())
+    ledger = client.workspace.ledger
+    assert ledger.claim(ledger.job(ids[0]), str(Owner.new()), 60.0)
+    client.refresh()
+    assert (backend.arrays, backend.limit) == ([], None)
+    assert [client.job(job_id).state for job_id in ids] == ["QUEUED", "PENDING", "PENDING"]
+
+
+def test_calls_of_a_function_are_one_array_that_keeps_their_limit(client, backend):
+    calls = client.map_functions(abs, [1, 2, 3], at_once=2)
+    assert (backend.arrays, backend.limit) == ([3], 2)
+    assert [call.view.state for call in calls] == ["PENDING"] * 3
+    assert client.function_jobs(calls[0].view.tags["map"])[2].id == calls[2].id

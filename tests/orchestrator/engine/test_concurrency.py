@@ -9,6 +9,7 @@ import threading
 
 import pytest
 from fake_backend import FakeBackend
+from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Phase, Placement
 from orc.orchestrator.client import Client
@@ -175,13 +176,14 @@ def laptops(orc_home, tmp_path, crowded, clock, monkeypatch, where):
         client.close()
 
 
-def test_hosts_are_kept_while_they_are_looked_at_and_another_laptop_takes_others(laptops, crowded, job_file):
+def test_hosts_are_kept_while_they_are_looked_at_and_another_laptop_takes_others(laptops, crowded, clock, job_file):
     mine, yours = laptops
     loaded = job_file(resources={"nodes": 1})
     look = crowded.preflight
 
     def slow_look(plan):
         crowded.preflight = look
+        clock.now += 1
         taken.extend(yours.submit(loaded).attempt.hosts)
         return look(plan)
 
@@ -208,7 +210,7 @@ def test_whoever_places_a_job_waits_for_whoever_is_placing_one(laptops, job_file
     new = NewJob("first-aaaaaa", "first", "local", "fake", "", {}, {}, {})
     with mine.workspace.ledger.transaction() as tx:
         tx.lock("local")
-        tx.create(new, "orc-first-aaaaaa-a1", "p", "me", tx.now + 60, Placement(("n1",), 1))
+        create_prepared(tx, new, "orc-first-aaaaaa-a1", "p", "me", tx.now + 60, Placement(("n1",), 1))
         submitter.start()
         assert not ended.wait(2.0)
     submitter.join(60)

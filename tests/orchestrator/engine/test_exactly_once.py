@@ -18,6 +18,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,11 +44,12 @@ from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.spec import JobSpec, load_job
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import fault_points, late_copies
-from orc.orchestrator.engine.array_submission import start_array
 from orc.orchestrator.engine.dependencies import is_met
-from orc.orchestrator.engine.groups import start_job
+from orc.orchestrator.engine.groups import submit_group
 from orc.orchestrator.engine.snapshots import take
+from orc.orchestrator.engine.submission import Submission, submit
 from orc.orchestrator.ledger import dependencies
+from orc.orchestrator.ledger.groups import GroupRecord
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 
 JOB = """\
@@ -116,7 +118,6 @@ class Lives(RuleBasedStateMachine):
             client.workspace.store = store
             client.workspace.user = "ann"
             client.workspace.backend_for = lambda cluster: SimulatedCluster(self.world, pause, cluster)
-            vars(client.workspace)["new_job_id"] = self.new_job_id
 
         def backend_of(pause: Any) -> SimulatedCluster:
             return SimulatedCluster(self.world, pause)
@@ -133,6 +134,7 @@ class Lives(RuleBasedStateMachine):
         )
         for machine in self.machines.values():
             machine.pass_time = self.world.pass_time
+            machine.true_time = lambda: self.world.now
             self.context.callback(machine.close)
         self.observer = self.machines["here"].new_client()
         self.observer.workspace.ledger.database = self.observer.workspace.ledger.database._database
@@ -169,18 +171,27 @@ class Lives(RuleBasedStateMachine):
             wishes["depends_on"] = [f"{data.draw(st.sampled_from(self.ids))}:{condition}"]
         spec = spec.model_copy(update=wishes)
         if self.habits.arrays and not spec.depends_on and data.draw(st.booleans()):
-
-            def work(client: Client) -> list[str]:
-                made = start_array(client.workspace, [spec] * 2, self.snapshot, source="", given=SECRET)
-                return [job.id for job in made]
-
+            work = self.array_of(spec, data.draw(st.sampled_from([None, 1])))
             self.begin(machine, "array", work)
         else:
             self.begin(machine, "submit", self.submission_of(spec))
         self.go_on(data)
 
     def submission_of(self, spec: JobSpec) -> Callable[[Client], list[str]]:
-        return lambda client: [start_job(client.workspace, spec, self.snapshot, source="", given=SECRET).id]
+        return lambda client: submit(client.workspace, [self.new_submission(spec)])
+
+    def array_of(self, spec: JobSpec, max_parallel: int | None = None) -> Callable[[Client], list[str]]:
+        name = self.new_job_id("array")
+        group = GroupRecord(name, "array", name, "ann", self.world.now, max_parallel)
+
+        def work(client: Client) -> list[str]:
+            new = [replace(self.new_submission(spec), group=group.id, number=number) for number in range(2)]
+            return submit_group(client.workspace, new, group)
+
+        return work
+
+    def new_submission(self, spec: JobSpec) -> Submission:
+        return Submission(spec, self.snapshot, "ann", self.new_job_id(spec.name), secrets=SECRET)
 
     @precondition(lambda self: len(self.processes) < 4)
     @rule(
@@ -466,7 +477,8 @@ def kind_of_lives(habits: Habits) -> tuple[type[Lives], Counter[str]]:
     return type(f"Lives_{habits.kind}", (Lives,), {"habits": habits, "counted": counted}), counted
 
 
-each_kind = pytest.mark.parametrize("habits", [LOCAL, SSH, SLURM, SAGEMAKER, TPU], ids=lambda habits: habits.kind)
+KINDS = [LOCAL, SSH, SLURM, SAGEMAKER, TPU]
+each_kind = pytest.mark.parametrize("habits", KINDS, ids=lambda habits: habits.kind)
 # `--hypothesis-profile=long` leads as many lives as that profile says, other ones each time.
 LONG = settings.get_current_profile_name() == "long"
 
@@ -491,6 +503,10 @@ def test_no_job_is_lost_or_runs_twice_and_no_status_is_untrue(habits: Habits, ca
 
 def submission(life: Lives) -> Process:
     return life.begin("here", "submit", life.submission_of(life.spec))
+
+
+def array(life: Lives) -> Process:
+    return life.begin("here", "array", life.array_of(life.spec))
 
 
 def retry(life: Lives) -> Process:
@@ -518,8 +534,14 @@ def cancellation_of_what_was_given_up(life: Lives) -> Process:
     return life.begin("here", "cancel", lambda client: client.cancel(life.ids))
 
 
-@each_kind
-@pytest.mark.parametrize("work", [submission, retry, cancellation, cancellation_of_what_was_given_up])
+WORK = [submission, retry, cancellation, cancellation_of_what_was_given_up]
+
+
+@pytest.mark.parametrize(
+    ("habits", "work"),
+    [*itertools.product(KINDS, WORK), (SLURM, array)],
+    ids=lambda value: value.kind if isinstance(value, Habits) else value.__name__,
+)
 def test_every_step_of_a_process_may_be_its_last(habits: Habits, work: Any) -> None:
     lives, _ = kind_of_lives(habits)
     for last in itertools.count(1):

@@ -264,12 +264,13 @@ def test_an_output_that_the_other_job_does_not_have_is_refused(client, backend, 
 
 
 def test_a_specification_of_several_jobs_is_no_single_job_either(client, backend, job_file):
-    from orc.orchestrator.engine import snapshots, submission
+    from orc.orchestrator.engine import progress, snapshots
+    from orc.orchestrator.engine.submission import new_submission, submit
 
     loaded, ws = job_file(array=3), client.workspace
-    snapshot = snapshots.take(ws.store, loaded, submission.silent, backend)
+    snapshot = snapshots.take(ws.store, loaded, progress.silent, backend)
     with pytest.raises(SpecError, match="describes several jobs"):
-        submission.start(ws, loaded.spec, snapshot, source="")
+        submit(ws, [new_submission(ws, loaded.spec, snapshot, source="")])
     assert client.jobs() == []
 
 

@@ -7,7 +7,8 @@ from fake_backend import FakeBackend
 
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import snapshots, submission
+from orc.orchestrator.engine import progress, snapshots
+from orc.orchestrator.engine.submission import new_submission, submit
 
 
 @pytest.fixture
@@ -28,11 +29,11 @@ def queue(client, hosts, clock, job_file):
     def fill(count: int, **keys) -> list[str]:
         loaded = job_file(**keys)
         ws = client.workspace
-        snapshot = snapshots.take(ws.store, loaded, submission.silent, hosts)
+        snapshot = snapshots.take(ws.store, loaded, progress.silent, hosts)
         ids = []
         for _ in range(count):
             clock.now += 1.0
-            ids.append(submission.start(ws, loaded.spec, snapshot, source="").id)
+            ids.append(submit(ws, [new_submission(ws, loaded.spec, snapshot, source="")])[0])
         return ids
 
     return fill

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prepared_jobs import create_prepared
 
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger.lifecycle import Event, Kind
@@ -46,7 +47,9 @@ def test_the_state_of_a_thousand_jobs_is_two_calls_and_they_are_shared(scheduler
             for number in range(JOBS):
                 job = f"many-{number:06d}"
                 marker = f"orc-{job}-a1"
-                made = tx.create(NewJob(job, "many", "hpc", "slurm", "", SPEC, {}, {}), marker, "p", "nobody", 0.0)
+                made = create_prepared(
+                    tx, NewJob(job, "many", "hpc", "slurm", "", SPEC, {}, {}), marker, "p", "nobody", 0.0
+                )
                 handle = {
                     "cluster": "hpc",
                     "backend": "slurm",

@@ -9,8 +9,9 @@ import pytest
 
 from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import schedules, snapshots, submission
+from orc.orchestrator.engine import progress, schedules, snapshots
 from orc.orchestrator.engine.retention import snapshot_needs
+from orc.orchestrator.engine.submission import new_submission
 
 MINUTE = 60.0
 
@@ -19,9 +20,9 @@ MINUTE = 60.0
 def schedule(client, backend, job_file):
     def create(cron: str = "* * * * *", **options: Any):
         ws, loaded = client.workspace, job_file(**options.pop("keys", {}))
-        snapshot = snapshots.take(ws.store, loaded, submission.silent, backend)
+        snapshot = snapshots.take(ws.store, loaded, progress.silent, backend)
         options = {"name": "nightly", "cron": cron, "timezone": "UTC", **options}
-        return schedules.create(ws, loaded.spec, snapshot, **options)
+        return schedules.create(ws, new_submission(ws, loaded.spec, snapshot, source=""), **options)
 
     return create
 

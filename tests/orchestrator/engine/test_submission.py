@@ -115,7 +115,7 @@ def test_a_job_is_in_the_ledger_before_its_cluster_is_looked_at(client, backend,
     looked = []
     monkeypatch.setattr(backend, "preflight", lambda plan: looked.append(client.jobs()[0].state) or [])
     client.submit(job_file())
-    assert looked == ["PREPARED"]
+    assert looked == ["QUEUED"]
 
 
 def test_a_missing_secret_stops_the_submission_before_anything_is_recorded(client, job_file):

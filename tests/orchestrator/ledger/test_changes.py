@@ -7,6 +7,7 @@ import json
 import sqlite3
 
 import pytest
+from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Placement
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
@@ -44,7 +45,7 @@ def new(job_id=A, **changes):
 
 def create(ledger, job_id=A, placement=None, **changes):
     with ledger.transaction() as tx:
-        return tx.create(new(job_id, **changes), f"orc-{job_id}-a1", "plan", "me", tx.now + 60, placement)
+        return create_prepared(tx, new(job_id, **changes), f"orc-{job_id}-a1", "plan", "me", tx.now + 60, placement)
 
 
 def record(ledger, job_id, *events, **options):
@@ -459,9 +460,9 @@ def test_a_claim_that_was_prolonged_since_is_not_taken(ledger, clock):
     clock.now += 1
     assert ledger.claim(job, "me", 60)
     assert not ledger.claim(job, "they", 60), "the same owner, but later"
-    ledger.release(A, "you")
+    ledger.release([A], "you")
     assert ledger.job(A).claim_owner == "me"
-    ledger.release(A, "me")
+    ledger.release([A], "me")
     free = ledger.job(A)
     assert (free.claim_owner, free.claim_expires_at) == (None, None)
     assert ledger.claim(free, "they", 60)

@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Placement
 from orc.orchestrator.ledger import audit, dependencies, groups, quotas, schedules, schema, sealed_secrets, tokens
@@ -35,7 +36,7 @@ def fill(ledger, clock):
             job = NewJob(
                 name, "dé", "lab", "fake", "f", {"n": 1}, {"code": "c"}, {"t": "ü"}, "o", "ann", "p", 2, "g", 1
             )
-            made = tx.create(job, f"orc-{name}-a1", "plan", "me", tx.now + 300, Placement(("n1", "n2"), 2))
+            made = create_prepared(tx, job, f"orc-{name}-a1", "plan", "me", tx.now + 300, Placement(("n1", "n2"), 2))
             if name != "live":
                 ended = (Event(Kind.FAILED, 1), Event(Kind.JOB_FAILED))
                 tx.record(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prepared_jobs import create_prepared
 
 from orc.orchestrator.ledger import dependencies, groups, outbox, sealed_secrets
 from orc.orchestrator.ledger.database import SqliteDatabase
@@ -30,7 +31,7 @@ def put(ledger, clock):
         now, clock.now = clock.now, clock.now - days * DAY
         job = NewJob(job_id, "digits", values.pop("cluster", "lab"), "fake", "", {}, {}, {"t": job_id}, **values)
         with ledger.transaction() as tx:
-            made = tx.create(job, f"orc-{job_id}-a1", "plan", "me", tx.now)
+            made = create_prepared(tx, job, f"orc-{job_id}-a1", "plan", "me", tx.now)
             if end is not None:
                 failed = Kind.FAILED if end is Kind.JOB_FAILED else Kind.CANCELLED
                 if end is Kind.JOB_SUCCEEDED:

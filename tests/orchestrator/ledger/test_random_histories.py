@@ -6,6 +6,7 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from prepared_jobs import create_prepared
 
 from orc.orchestrator.ledger.lifecycle import ATTEMPT_KINDS, Event, IllegalTransition, Kind, advance, fold
 from orc.orchestrator.ledger.opening import open_database
@@ -36,7 +37,7 @@ class RandomHistories(RuleBasedStateMachine):
             self.ids.append(f"job-{len(self.ids)}")
             job = NewJob(self.ids[-1], "digits", "local", "fake", "job.yaml", {"name": "digits"}, {"code": "c"}, {})
             with self.ledger.transaction() as tx:
-                tx.create(job, f"orc-{job.id}-a1", "plan", "me", tx.now + 60)
+                create_prepared(tx, job, f"orc-{job.id}-a1", "plan", "me", tx.now + 60)
 
     @precondition(lambda self: self.ids)
     @rule(data=st.data(), kind=st.sampled_from(sorted(Kind)), off=st.sampled_from([0, 0, 0, 0, 1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
+from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Placement
 from orc.orchestrator.ledger.lifecycle import Event, Kind
@@ -32,7 +33,7 @@ def put(ledger, clock):
             if waits:
                 made = tx.enqueue(job)
             else:
-                made = tx.create(job, f"orc-{job_id}-a1", "plan", "me", tx.now + 60, placement)
+                made = create_prepared(tx, job, f"orc-{job_id}-a1", "plan", "me", tx.now + 60, placement)
         clock.now = began
         return made
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Placement
 from orc.orchestrator.ledger.lifecycle import Event, Kind
@@ -21,7 +22,7 @@ def create(ledger, clock):
         with ledger.transaction() as tx:
             if reason:
                 return tx.enqueue(job, reason)
-            return tx.create(job, f"orc-{job_id}-a1", "p", "me", tx.now + 60, placement)
+            return create_prepared(tx, job, f"orc-{job_id}-a1", "p", "me", tx.now + 60, placement)
 
     return create
 

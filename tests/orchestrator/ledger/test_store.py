@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from prepared_jobs import create_prepared
 
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
@@ -27,7 +28,7 @@ def new_job(job_id: str = "digits-aaaaaa", **changes) -> NewJob:
 
 def create(ledger: Ledger, job_id: str = "digits-aaaaaa", **changes):
     with ledger.transaction() as tx:
-        return tx.create(new_job(job_id, **changes), f"orc-{job_id}-a1", "p" * 64, "me", tx.now + 60)
+        return create_prepared(tx, new_job(job_id, **changes), f"orc-{job_id}-a1", "p" * 64, "me", tx.now + 60)
 
 
 def test_what_is_written_is_read_back(ledger):
@@ -70,7 +71,7 @@ def test_one_refused_change_leaves_the_others_of_its_transaction(ledger):
 def test_a_failure_in_a_transaction_undoes_all_of_it(ledger):
     def create_then_fail() -> None:
         with ledger.transaction() as tx:
-            tx.create(new_job(), "orc-digits-aaaaaa-a1", "p", "me", 0.0)
+            create_prepared(tx, new_job(), "orc-digits-aaaaaa-a1", "p", "me", 0.0)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -84,7 +85,7 @@ def test_two_jobs_cannot_have_one_id_and_two_attempts_cannot_have_one_marker(led
     with pytest.raises(LedgerError, match=r"(?i)unique"):
         create(ledger)
     with pytest.raises(LedgerError, match=r"(?i)unique"), ledger.transaction() as tx:
-        tx.create(new_job("other-bbbbbb"), "orc-digits-aaaaaa-a1", "p", "me", 0.0)
+        create_prepared(tx, new_job("other-bbbbbb"), "orc-digits-aaaaaa-a1", "p", "me", 0.0)
     assert ledger.job("other-bbbbbb") is None
 
 
@@ -93,9 +94,9 @@ def test_a_claim_is_given_once_and_taken_over_only_as_it_was_seen(ledger):
     assert (job.claim_owner, job.claim_expires_at) == ("me", job.created_at + 60)
     assert ledger.claim(job, "you", 60)
     assert not ledger.claim(job, "they", 60)
-    ledger.release(job.id, "they")
+    ledger.release([job.id], "they")
     assert ledger.job(job.id).claim_owner == "you"
-    ledger.release(job.id, "you")
+    ledger.release([job.id], "you")
     freed = ledger.job(job.id)
     assert (freed.claim_owner, freed.claim_expires_at) == (None, None)
     assert ledger.claim(freed, "they", 60)

@@ -27,7 +27,6 @@ from orc.orchestrator.ledger.quotas import Quota
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.schedules import ScheduleRecord
 from orc.orchestrator.ledger.tokens import TokenRecord
-from orc.orchestrator.ledger.transaction import Addition
 
 
 @pytest.fixture
@@ -42,10 +41,10 @@ def opened(ledger):
     return transaction
 
 
-def enqueue(ledger, *job_ids, **values):
+def enqueue(ledger, *job_ids, request="", **values):
     with ledger.transaction() as tx:
         for job_id in job_ids:
-            tx.enqueue(NewJob(job_id, "digits", "lab", "fake", "", {}, {}, {}, **values))
+            tx.enqueue(NewJob(job_id, "digits", "lab", "fake", "", {}, {}, {}, **values), request=request)
 
 
 def test_dependencies_come_with_the_state_of_what_they_wait_for(ledger, opened):
@@ -77,8 +76,7 @@ def test_groups_know_their_jobs(ledger, opened):
         groups.create(connection, first)
         groups.create(connection, second)
     enqueue(ledger, "b", group_id="g-1", group_index=0)
-    ledger.additions["a"] = Addition(request="0a1b")
-    enqueue(ledger, "a", group_id="g-1", group_index=1, owner="bob")
+    enqueue(ledger, "a", request="0a1b", group_id="g-1", group_index=1, owner="bob")
     enqueue(ledger, "other")
     with opened() as connection:
         assert groups.owners(connection, "g-1") == {"", "bob"}

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 from fake_backend import FakeBackend
 from fastapi import FastAPI
+from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Handle, LogSelector
 from orc.orchestrator.api import tokens
@@ -105,7 +106,7 @@ class Running:
             if not running:
                 tx.enqueue(job, "there is no room")
                 return marker
-            record = tx.create(job, marker, "plan", "test", 0.0)
+            record = create_prepared(tx, job, marker, "plan", "test", 0.0)
             record = tx.record(record, Event(Kind.SUBMITTING, 1))
             self.backend._start(marker, {})
             handle = self.backend._handle(marker).to_dict()

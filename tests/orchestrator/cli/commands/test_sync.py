@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prepared_jobs import create_prepared
 
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.orchestrator.client import Client
@@ -114,7 +115,7 @@ def remember(source: Path, digests: dict[str, str]) -> None:
         tags={},
     )
     with Client() as client, client.workspace.ledger.transaction() as tx:
-        tx.create(new, "orc-digits-k3f9a2-a1", "plan", "nobody", tx.now + 60)
+        create_prepared(tx, new, "orc-digits-k3f9a2-a1", "plan", "nobody", tx.now + 60)
 
 
 def age(store: ContentStore, digest: str) -> None:

@@ -1,0 +1,313 @@
+"""Driving: each job that its cluster has not got yet is brought a step further, the one whose turn is earliest first.
+
+Nothing else prepares attempts, places them and sends them: neither a first submission nor a retry nor an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom
+from orc.launchers.ids import AttemptId
+from orc.orchestrator.engine import admission, arrays, claims, delivery, job_secrets, late_copies
+from orc.orchestrator.engine import submission_steps as steps
+from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs
+from orc.orchestrator.engine.fair_share import read_head_starts
+from orc.orchestrator.engine.fault_points import fault_point
+from orc.orchestrator.engine.pass_report import PassReport, note_unreachable, write_all
+from orc.orchestrator.engine.placement import PlacementPlanner
+from orc.orchestrator.engine.progress import Progress, silent
+from orc.orchestrator.engine.stored_spec import stored_spec
+from orc.orchestrator.engine.turns import turn
+from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel
+from orc.orchestrator.engine.writing import apply
+from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
+from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.ledger.transaction import Transaction
+from orc.orchestrator.workspace import OutOfReach, Workspace
+
+
+def drive_new(ws: Workspace, jobs: Sequence[JobRecord], progress: Progress) -> PassReport:
+    """Run the part of a pass that sends over *jobs*, which this process has just enqueued and claimed.
+
+    *progress* is told of each step. Those that a cluster which cannot be reached was to get have failed: whoever
+    submits them is told so, and they do not start an hour later. Raises `LedgerError`, and what a defect raises.
+    """
+    report = PassReport()
+    drive_in_turn(ws, jobs, report, progress)
+    return report
+
+
+def drive_in_turn(
+    ws: Workspace, jobs: Sequence[JobRecord], report: PassReport, progress: Progress | None = None
+) -> set[str]:
+    """Drive those of *jobs* that are not held back, the earliest turn first; note what the others wait for.
+
+    One that could not be sent although it may be (its snapshot is elsewhere, there is no room) stops nobody: those that
+    were held back while it was before them are looked at again. Returns the ids of those that are held back at the end.
+    """
+    tried: set[str] = set()
+    held: list[tuple[JobRecord, str]] = []
+    behind: list[tuple[JobRecord, str]] = []
+    closed: dict[str, dict[str, str]] = {}  # by cluster, hosts for which a job waits, and which
+    left = list(jobs)
+    while left:
+        together = arrays.of_groups(ws, left)
+        admitted, held = _admit(ws, left, tried, together)
+        for jobs_at_once in _drives(admitted, together):
+            job = jobs_at_once[0]
+            older = _in_the_way(ws, job, closed)
+            if older:
+                if not job.reason.startswith("waiting for"):
+                    behind.append((job, f"waiting for room: {older} is older and waits for the same hosts"))
+            elif _drive(ws, jobs_at_once, report, progress):
+                closed.setdefault(job.cluster, {}).update(dict.fromkeys(_candidates(ws, job), job.id))
+        if not admitted or not held:
+            break
+        tried.update(job.id for job in admitted)
+        left = [job for job, _ in held]
+    changes = []
+    for job, reason in (*held, *behind):
+        if job.reason != reason:
+            # Who is before it changes often; that it waits is told once.
+            again = all(text.startswith("waiting for its turn: ") for text in (job.reason, reason))
+            told = () if again else (Event(Kind.WAITING, None, {"reason": reason}),)
+            changes.append((job, JobUpdate(told, {"reason": reason})))
+    write_all(ws, changes)
+    return {job.id for job, _ in held}
+
+
+def _drives(jobs: Sequence[JobRecord], together: Mapping[str, Collection[str]]) -> list[list[JobRecord]]:
+    """Return *jobs* in their order, those that go *together* at the place of the first of them."""
+    found: dict[str, list[JobRecord]] = {}
+    for job in jobs:
+        array = job.group_id if job.group_id and job.id in together.get(job.group_id, ()) else None
+        found.setdefault(array or job.id, []).append(job)
+    return list(found.values())
+
+
+def _in_the_way(ws: Workspace, job: JobRecord, closed: Mapping[str, Mapping[str, str]]) -> str:
+    """Return a job that waits for all hosts that the queued *job* could run on, and whose turn is before it."""
+    waited_for = closed.get(job.cluster)
+    if not waited_for or not _asks_to_be_sent(job):
+        return ""
+    hosts = _candidates(ws, job)
+    return waited_for[next(iter(hosts))] if hosts and hosts <= waited_for.keys() else ""
+
+
+def _candidates(ws: Workspace, job: JobRecord) -> frozenset[str]:
+    """Return the hosts that *job* could run on, were it alone; empty where they cannot be determined."""
+    from orc.launchers.backends.base import SupportsPlacement
+
+    if job.id not in ws.candidates:
+        try:
+            backend = ws.backend(job.cluster)
+            hosts = backend.candidates(stored_spec(ws, job.id)) if isinstance(backend, SupportsPlacement) else ()
+            ws.candidates[job.id] = frozenset(hosts)
+        except LaunchError:
+            return frozenset()  # its own turn says so
+    return ws.candidates[job.id]
+
+
+def _admit(
+    ws: Workspace, jobs: Sequence[JobRecord], besides: Collection[str], together: Collection[str]
+) -> tuple[list[JobRecord], list[tuple[JobRecord, str]]]:
+    """Return the jobs that may go on, in turn, and those that may not, with the reasons."""
+    if not any(_asks_to_be_sent(job) for job in jobs):
+        return list(jobs), []
+    admitted, held = [], []
+    with ws.ledger.database.read() as connection:
+        tx = Transaction(connection, ws.clock())
+        starts = {
+            name: read_head_starts(ws, tx, name) for name in {job.cluster for job in jobs} if places_jobs(ws, name)
+        }
+
+        def turn_of(job: JobRecord) -> tuple[float, float, str]:
+            head_start_s = starts.get(job.cluster, {}).get(job.owner, 0.0)
+            return turn(job.created_at, job.priority, job.id, head_start_s=head_start_s)
+
+        look = admission.Admission(ws, tx, [job for job in jobs if _asks_to_be_sent(job)], besides, together)
+        for job in sorted(jobs, key=turn_of):
+            if _asks_to_be_sent(job) and (hold := look.hold(job)):
+                held.append((job, hold.reason))
+            else:
+                admitted.append(job)
+    return admitted, held
+
+
+def _asks_to_be_sent(job: JobRecord) -> bool:
+    return job.state is JobState.QUEUED and job.cancel_requested_at is None
+
+
+def _drive(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport, progress: Progress | None) -> bool:
+    """Finish an interrupted submission, or make the next attempt; of several jobs, as one array.
+
+    *progress* is that of `drive_new`, which has claimed the jobs. True where the job waits for hosts.
+    """
+    ids, cluster, new = [job.id for job in jobs], jobs[0].cluster, progress is not None
+    if not new and not _claim(ws, jobs):
+        return False
+    try:
+        # What was read before the claim may be old; what is read now stays, but for a request to cancel.
+        current = jobs if new else ws.ledger.jobs(ids)
+        if {job.id: job.revision for job in current} == {job.id: job.revision for job in jobs}:
+            return _drive_claimed(ws, current, progress or silent)
+    except LedgerError:
+        raise
+    except Conflict:
+        pass  # somebody asked to cancel it just now; the next pass sees that
+    except InputsUnavailable as error:
+        for job in jobs:
+            steps.wait_for_room(ws, job, error.what)
+    except delivery.Rejected as refusal:
+        report.errors.update(dict.fromkeys(ids, refusal.error))
+    except delivery.HostAway as away:
+        if not new:
+            note_unreachable(ws, cluster, jobs, away.error.what, report)
+    except LaunchError as error:
+        if new:
+            report.errors.update(dict.fromkeys(ids, error))
+            _reject(ws, ws.ledger.jobs(ids), error.what)
+        else:
+            what = error.reason if isinstance(error, OutOfReach) else error.what
+            note_unreachable(ws, cluster, jobs, what, report)
+    except Exception as error:
+        if new:
+            raise
+        note_unreachable(ws, cluster, jobs, f"{type(error).__name__}: {error}", report)
+    finally:
+        if not new:
+            ws.give_back(*ids)
+    return False
+
+
+def _claim(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
+    """Take all of *jobs*, or none."""
+    if not all(claims.is_free(j.claim_owner, j.claim_expires_at, ws.clock(), claims.owner_is_gone) for j in jobs):
+        return False
+    for number, job in enumerate(jobs):
+        if not ws.ledger.claim(job, ws.owner, claims.TTL_S):
+            if number:
+                ws.give_back(*(job.id for job in jobs[:number]))
+            return False
+    return True
+
+
+def _reject(ws: Workspace, jobs: Sequence[JobRecord], reason: str) -> None:
+    for job in jobs:
+        steps.reject(ws, job, job_secrets.without_values(ws, job.id, reason))
+
+
+def _drive_claimed(ws: Workspace, jobs: Sequence[JobRecord], progress: Progress) -> bool:
+    if len(jobs) > 1:
+        return _send(ws, jobs, progress)
+    job, attempt = jobs[0], jobs[0].attempt
+    if attempt is not None and attempt.state is AttemptState.SUBMITTING:
+        reason = "the submission was cut off before its result was stored"
+        job = apply(ws, job, lambda _: True, lambda j, _: steps.ambiguous_update(j, reason))
+        attempt = job.attempt
+    if attempt is not None and attempt.state is AttemptState.AMBIGUOUS:
+        job = _resolve(ws, job)
+    if job.state not in (JobState.QUEUED, JobState.PREPARED):
+        return False
+    if job.cancel_requested_at is not None:
+        _cancel_unsent(ws, job)
+        return False
+    return _send(ws, [job], progress)
+
+
+def _send(ws: Workspace, jobs: Sequence[JobRecord], progress: Progress) -> bool:
+    """Make the next attempt of a QUEUED job, or take up the one of a PREPARED job, and send it; of several, one array.
+
+    True where it waits for hosts that others have, and not for those that cannot be used.
+    """
+    job = jobs[0]
+    at_once = None
+    try:
+        spec, snapshot, secrets = attempt_inputs(ws, job)
+        if job.state is JobState.QUEUED and job.attempt is not None and job.attempt.handle:
+            from orc.orchestrator.engine.observing import reap
+
+            reap(ws.backend_of_attempt(job.cluster, job.owner, job.attempt), job)
+        number = job.number + 1 if job.state is JobState.QUEUED else job.number
+        planner = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, number), job.owner, progress)
+        if len(jobs) > 1:
+            attempts, at_once = arrays.prepare(planner, jobs, secrets)
+        else:
+            attempts = [planner.prepare(job)]
+    except NoRoom as error:
+        steps.wait_for_room(ws, job, planner.waiting_reason(error))
+        return not planner.unusable
+    except admission.Held as held:  # somebody else has just taken the last place
+        for each in jobs:
+            steps.wait_for_room(ws, each, held.what)
+        return False
+    except BackendUnreachable as error:
+        if ws.ledger.reservations(job_id=job.id):  # while it waits for one host, others may use the rest
+            steps.wait_for_room(ws, job, delivery.waiting_for_host(error, job.cluster))
+        raise
+    except (LedgerError, InputsUnavailable):
+        raise
+    except OutOfReach as error:
+        for each in jobs:
+            steps.wait_for_room(ws, each, f"{error.reason}, or `orc cancel` ends it")
+        return False
+    except LaunchError as error:
+        where = f"{error.where}: " if error.where else ""
+        _reject(ws, jobs, f"cannot be started again: {where}{error.what}" if job.number else error.what)
+        raise delivery.Rejected(error) from error
+    fault_point("prepared")
+    if len(attempts) > 1:
+        delivery.deliver(ws, attempts, snapshot, secrets, at_once=at_once, progress=progress)
+    else:
+        delivery.send(ws, planner, attempts[0], secrets)
+    return False
+
+
+def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
+    """Adopt what a cut-off submission left behind; let go of it once it is certainly not there."""
+    if job.attempt is None:
+        raise ValueError(f"{job.id} has no attempt to look for")
+    backend = ws.backend_of_attempt(job.cluster, job.owner, job.attempt)
+    given = [reservation.host for reservation in ws.ledger.reservations(job_id=job.id)]
+    handle = backend.find(job.attempt.marker, given, complete=job.cancel_requested_at is None)
+    visibility_s = backend.visibility_s
+    sent_to = job.attempt.sent_to or ws.destination(job.cluster, job.owner, given)
+    if handle is None and (visibility_s <= 0 or job.attempt.first_negative_at is not None):
+        late_copies.expect(ws, job, given)  # before it is given up, so that nothing can come unexpected
+
+    def change(current: JobRecord, now: float) -> JobUpdate:
+        attempt = current.attempt
+        if handle is not None:
+            return steps.accepted(Kind.ADOPTED, current, handle, now, sent_to)
+        first = attempt.first_negative_at if attempt else None
+        if visibility_s > 0 and first is None:
+            looked = Event(Kind.NOT_FOUND, current.number, {"look_again_for_s": visibility_s})
+            return JobUpdate((looked,), {}, {"first_negative_at": now})
+        if first is not None and now - first < visibility_s:
+            return JobUpdate()
+        waiting_reason = "the cut-off submission left nothing behind"
+        released = Event(Kind.RELEASED, current.number, {"reason": waiting_reason})
+        return JobUpdate((released,), {"reason": ""}, {"reason": "", **steps.UNSENT})
+
+    def is_doubtful(current: JobRecord) -> bool:
+        return current.attempt is not None and current.attempt.state is AttemptState.AMBIGUOUS
+
+    return apply(ws, job, is_doubtful, change)
+
+
+def _cancel_unsent(ws: Workspace, job: JobRecord) -> None:
+    ended = apply(ws, job, lambda j: j.state in (JobState.QUEUED, JobState.PREPARED), update_for_early_cancel)
+    if ended.state.terminal:
+        job_secrets.remove(ws.state_dir, job.id)
+
+
+def places_jobs(ws: Workspace, cluster: str) -> bool:
+    """Return True where orc chooses the hosts on *cluster*."""
+    from orc.launchers.backends.base import SupportsPlacement
+
+    try:
+        return isinstance(ws.backend(cluster), SupportsPlacement)
+    except LaunchError:
+        return False  # its jobs' turn says what is wrong with the cluster
