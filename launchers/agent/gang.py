@@ -8,17 +8,22 @@ import time
 
 from orc.launchers.agent.cleanup import kill_attempt, kill_descendants
 from orc.launchers.agent.completion import finish_gang
-from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, log_stderr
+from orc.launchers.agent.errors import EXIT_BUSY, EXIT_HELD, EXIT_LAUNCH, LaunchFailure, log_stderr
+from orc.launchers.agent.gpus import gpu_names
 from orc.launchers.agent.node import Node
 from orc.launchers.agent.processes import become_subreaper, decode_wait_status, describe_exit, load_libc
 from orc.launchers.agent.procfs import identity, is_running
 from orc.launchers.agent.records import create_json, read_json, remove
 from orc.launchers.agent.signals import ENDING, next_signal, signal_process, take_signals
+from orc.launchers.agent.slots import Slots
 from orc.launchers.agent.state import FAILURE_GRACE_S
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from orc.launchers.agent.config import AgentConfig
+
+
+COPY_S = 10.0  # for another copy of the same submission to write its lease
 
 
 class Gang:
@@ -29,6 +34,7 @@ class Gang:
         self.owner = owner
         self.attempt_dir = config.attempt_dir
         self.agents: dict[int, int] = {}  # pid -> node
+        self.slots = Slots(config.root)  # the GPUs of all nodes
 
     def run(self) -> int:
         """Detach, and return to the caller as soon as the gang is held (0) or known to be held by another (76)."""
@@ -52,15 +58,18 @@ class Gang:
             os.close(write)
             if status == 0:
                 self.supervise()
-        except OSError as error:
+        except (LaunchFailure, OSError) as error:
             log_stderr(str(error))
         finally:
             os._exit(status)
 
     def hold(self) -> int:
-        """The gang's own lease: a second copy of the same submission ends here."""
+        """The gang's own lease and its GPUs: a second copy of the same submission ends here."""
         path = os.path.join(self.attempt_dir, "gang.json")
         os.makedirs(os.path.join(self.attempt_dir, "logs"), mode=0o700, exist_ok=True)
+        if holders := self.take_gpus(path):
+            log_stderr(f"waiting for GPUs, which {', '.join(holders)} {'has' if len(holders) == 1 else 'have'}")
+            return EXIT_BUSY
         lease = {"owner": self.owner, "restart": 0, "marker": self.config.marker, **identity()}
         if create_json(path, lease):
             return 0
@@ -72,6 +81,28 @@ class Gang:
         if not is_running(int(held.get("pid", 0)), str(held.get("pid_start")), str(held.get("boot_id"))):
             remove(os.path.join(self.attempt_dir, "secrets.json"))  # nobody is left to remove it
         return EXIT_HELD
+
+    def take_gpus(self, lease: str) -> list[str]:
+        """Take the GPUs of all nodes, or return the markers of those who have them. Raises `LaunchFailure`."""
+        count = int((self.config.slots or {}).get("take", 0)) * self.config.nnodes
+        if not count or os.path.exists(lease):
+            return []
+        names = gpu_names({**os.environ, **self.config.env})
+        deadline = time.monotonic() + COPY_S
+        while holders := self.slots.take(names, count, self.config.marker, "GPUs"):
+            if self.config.marker not in holders or time.monotonic() > deadline:
+                return holders
+            if os.path.exists(lease):  # of another copy of this submission, which had them an instant before
+                return []
+            time.sleep(0.01)
+        return []
+
+    def give_gpus(self, agent: Node) -> None:
+        """Show the ranks of a node its own share of the GPUs; its agent holds them too, should this process die."""
+        if names := list(self.slots.held):
+            share = len(names) // self.config.nnodes
+            agent.slots = self.slots
+            agent.own_env["CUDA_VISIBLE_DEVICES"] = ",".join(names[agent.node * share : (agent.node + 1) * share])
 
     def detach(self) -> None:
         """Let go of the caller's terminal and pipes."""
@@ -95,7 +126,9 @@ class Gang:
                 status = EXIT_LAUNCH
                 try:
                     os.setsid()
-                    status = Node(self.config, node, self.owner, gang_pid=me).run()
+                    agent = Node(self.config, node, self.owner, gang_pid=me)
+                    self.give_gpus(agent)
+                    status = agent.run()
                 except BaseException:
                     import traceback
 
@@ -110,6 +143,7 @@ class Gang:
                     signal_process(pid, received.si_signo)
             self.reap()
         kill_descendants(self.config.marker)
+        self.slots.close()  # what ``on_exit`` starts may take them
         finish_gang(self.config)
 
     def reap(self) -> None:

@@ -10,12 +10,12 @@ import json
 import os
 import sys
 
-from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, LaunchFailure, log_stderr
+from orc.launchers.agent.errors import EXIT_BUSY, EXIT_HELD, EXIT_LAUNCH, LaunchFailure, log_stderr
 from orc.launchers.agent.lease import take_lease
 from orc.launchers.agent.node import Node
 from orc.launchers.agent.procfs import is_running
 from orc.launchers.agent.records import read_json, remove
-from orc.launchers.agent.slots import Slots
+from orc.launchers.agent.slots import Slots, slot_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from orc.launchers.agent.config import AgentConfig
 
 
-EXIT_BUSY = 78
 # What comes to a host for one attempt alone and must not stay.
 CONFIDENTIAL = ("secrets.json", "link.json")
 
@@ -90,13 +89,15 @@ def hold(own: Node) -> dict[str, Any]:
         host = str(own.config.hosts[own.node]["name"]) if wanted else ""
         if wanted:
             total, count = int(wanted["total"][host]), int(wanted["take"])
-            if holders := slots.take(total, count, own.config.marker):
+            names = slot_names(wanted, total, {**os.environ, **own.config.env})
+            kind = "GPUs" if wanted.get("gpus") and len(names) < total else "slots"
+            if holders := slots.take(names, count, own.config.marker, kind):
                 if own.config.marker in holders and os.path.exists(path):
                     return taken(path)
                 return {"state": "busy", "holders": holders, "status": EXIT_BUSY}
             own.slots = slots
             if wanted.get("gpus") and count < total:
-                own.own_env["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in sorted(slots.held))
+                own.own_env["CUDA_VISIBLE_DEVICES"] = ",".join(slots.held)
         where: dict[str, Any] = {}
         if own.linked:
             from orc.launchers.agent.link.process import Link

@@ -18,7 +18,7 @@ from orc.launchers.remote.programs import Program
 if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport
 
-PROBE = Program("hosts.probe", ("agent.network", "agent.errors"))
+PROBE = Program("hosts.probe", ("agent.network", "agent.gpus", "agent.errors"))
 _NO_TORCH = "no torch"
 SKEW_S = 5.0  # clocks that differ by more make log times and file times misleading
 DISK_ERROR, DISK_WARNING = 200 * 1000**2, 5 * 1000**3  # bytes

@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 
+from orc.launchers.agent.gpus import gpu_count
 from orc.launchers.agent.network import reachable_addresses
 
 TYPE_CHECKING = False
@@ -111,20 +112,6 @@ def torch_directory() -> str | None:
         site.main()  # with all .pth files and what they run
     spec = importlib.util.find_spec("torch")
     return next(iter(spec.submodule_search_locations or ()), None) if spec is not None else None
-
-
-def gpu_count(root: str = "") -> int | None:
-    """Return the number of GPUs of NVIDIA's or AMD's drivers; `None` where only a library can tell (WSL)."""
-    import glob
-
-    if os.path.exists(f"{root}/dev/dxg"):
-        return None
-    nvidia = glob.glob(f"{root}/proc/driver/nvidia/gpus/*") or glob.glob(f"{root}/dev/nvidia[0-9]*")
-    amd = 0
-    for path in glob.glob(f"{root}/sys/class/kfd/kfd/topology/nodes/*/gpu_id"):
-        with open(path) as file:
-            amd += file.read().strip() != "0"  # processors are in that list, too
-    return len(nvidia) + amd
 
 
 def gpus() -> dict[str, Any]:

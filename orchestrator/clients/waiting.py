@@ -118,4 +118,22 @@ def tick(session: LedgerSession, job_id: str) -> JobView:
             break  # a cluster that cannot be reached; the next command goes on
         # In slices, so that a job that is cancelled meanwhile is not waited for.
         ws.sleep(min(max((job.next_attempt_at or 0.0) - now, 0.2), 1.0))
+    if job is not None and job.state.terminal:
+        _start_waiting(session, job.cluster)
     return get_job(session, job_id)
+
+
+def _start_waiting(session: LedgerSession, cluster: str) -> None:
+    """Try once more to start the jobs that wait for what a job of this cluster has just given back.
+
+    Nothing else would, where no service and no command looks after them.
+    """
+    ws = session.workspace
+    for job in ws.ledger.active():
+        while job.cluster == cluster and job.state is JobState.PREPARED and job.reason.startswith("waiting for "):
+            due = job.next_attempt_at or 0.0
+            if due <= ws.clock():
+                session.refresh([job.id])
+                break
+            ws.sleep(min(due - ws.clock(), 1.0))  # in slices: others may start it, or cancel it
+            job = ws.ledger.job(job.id) or job

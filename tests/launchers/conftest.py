@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,18 @@ def store(tmp_path: Path) -> ContentStore:
 @pytest.fixture
 def code(tree: Path, store: ContentStore) -> Bundle:
     return store.snapshot(tree).bundle
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``nvidia_smi(text, status=0)``: a program of that name in front of PATH prints *text* whatever it is asked."""
+
+    def make(text: str, status: int = 0) -> None:
+        place = tmp_path / "nvidia"
+        place.mkdir(exist_ok=True)
+        (place / "listed").write_text(text)
+        (place / "nvidia-smi").write_text(f"#!/bin/sh\ncat '{place}/listed'\nexit {status}\n")
+        (place / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
+
+    return make

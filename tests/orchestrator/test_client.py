@@ -103,6 +103,17 @@ def test_a_tick_for_a_job_that_has_ended_returns_at_once(waiting, backend, clock
     assert clock.slept == []
 
 
+def test_the_end_of_a_job_starts_the_next_one_that_waits_for_its_gpus(waiting, backend, clock, job_file):
+    first = waiting.submit(job_file())
+    backend.behave(submit="busy")
+    second = waiting.submit(job_file())
+    assert (second.state, second.reason[:11]) == ("PREPARED", "waiting for")
+    backend.behave(submit=None)
+    backend.set(first.attempt.marker, Phase.SUCCEEDED)
+    waiting.tick(first.id)
+    assert waiting.job(second.id).state == "PENDING"
+
+
 def test_a_tick_looks_again_when_the_attempt_still_seems_alive(waiting, backend, clock, job_file, after):
     """The agent starts it just before it is gone itself."""
     view = waiting.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0}))

@@ -22,7 +22,7 @@ from orc.launchers.backends.base import (
     cancel_request,
     require_secrets,
 )
-from orc.launchers.errors import AmbiguousSubmit, BackendError, RenderError
+from orc.launchers.errors import AmbiguousSubmit, BackendError, NoRoom, RenderError
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 60.0  # far more than a Python start takes, on a machine that swaps
 FRESH_S = 60.0  # a heartbeat of this age still shows that a job runs on another machine
-_HELD = 76
+_HELD, _BUSY = 76, 78
 
 
 class LocalBackend(Backend):
@@ -105,6 +105,8 @@ class LocalBackend(Backend):
         asked = {"gpus": job.resources.gpus_per_node, "memory_bytes": job.resources.memory_bytes}
         if any(asked.values()):
             config = config.replace(backend={key: value * config.nnodes for key, value in asked.items() if value})
+        if gpus := job.resources.gpus_per_node:
+            config = config.replace(slots={"take": gpus, "gpus": True})  # a slot for each GPU of this machine
         file = agent_file(config)
         # The tree's __main__.py runs the agent. -I -S: nothing of the user's Python environment gets into it, and it
         # starts in half the time.
@@ -157,16 +159,24 @@ class LocalBackend(Backend):
         cores = len(os.sched_getaffinity(0))
         if processes > cores:
             findings.append(Finding("info", f"{processes} processes share {cores} cores", self.cluster.name))
-        return [*findings, *self._too_much(config.get("backend", {}))]
+        return [*findings, *self._too_much(config.get("backend", {}), plan.env)]
 
-    def _too_much(self, asked: Mapping[str, int]) -> Iterator[Finding]:
+    def _too_much(self, asked: Mapping[str, int], env: Mapping[str, str]) -> Iterator[Finding]:
         """Yield what the job requests and this machine does not have."""
-        from orc.launchers.hosts.probe import gpu_count
+        from orc.launchers.agent.errors import LaunchFailure
+        from orc.launchers.agent.gpus import gpu_names
 
-        gpus = gpu_count()
-        if gpus is not None and asked.get("gpus", 0) > gpus:
-            what = f"the job asks for {asked['gpus']} GPUs, this machine has {gpus}"
-            yield Finding("error", what, self.cluster.name, "Lower resources.gpus_per_node, or choose another cluster.")
+        if asked.get("gpus"):
+            try:
+                gpus = len(gpu_names({**os.environ, **env}))
+            except LaunchFailure as error:
+                hint = "See `nvidia-smi` and `dmesg | grep -i nvrm` here."
+                yield Finding("error", str(error), self.cluster.name, hint)
+            else:
+                what = f"the job asks for {asked['gpus']} GPUs, this machine has {gpus}"
+                hint = "Lower resources.gpus_per_node, or choose another cluster."
+                if asked["gpus"] > gpus:
+                    yield Finding("error", what, self.cluster.name, hint)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if asked.get("memory_bytes", 0) > memory:
             what = (
@@ -190,7 +200,10 @@ class LocalBackend(Backend):
     # -- the start
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
-        """Write the files, start the gang, and return when it holds the attempt."""
+        """Write the files, start the gang, and return when it holds the attempt.
+
+        Raises `NoRoom` while other jobs have the GPUs that it needs.
+        """
         import subprocess
 
         from orc.launchers.agent.variables import without_own
@@ -229,7 +242,11 @@ class LocalBackend(Backend):
         if done.returncode == _HELD and (found := self.find(plan.marker)):
             return found
         transport.remove(secrets_path)
-        said = done.stderr.decode(errors="replace").strip()
+        said = done.stderr.decode(errors="replace").strip().removeprefix("orc agent: ")
+        if done.returncode == _BUSY:
+            if found := self.find(plan.marker):
+                return found
+            raise NoRoom(said, where=self.cluster.name)
         raise BackendError(f"the agent could not start: {said or f'exit status {done.returncode}'}", where=directory)
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from orc.launchers.agent.gpus import gpu_names
 from orc.launchers.agent.procfs import is_running
 from orc.launchers.agent.signals import signal_process
 from orc.launchers.agent.start import Slots
@@ -40,6 +41,13 @@ def lease(job):
 def over(job):
     held = lease(job)
     return not is_running(held["pid"], held["pid_start"], held["boot_id"])
+
+
+SPLIT = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aaaa)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-bbbb)
+  MIG 3g.20gb     Device  0: (UUID: MIG-b1)
+  MIG 3g.20gb     Device  1: (UUID: MIG-b2)
+"""
 
 
 @pytest.fixture
@@ -126,6 +134,33 @@ def test_more_slots_than_the_host_has_are_refused(placed):
     assert answer["reason"] == "the job takes 3 slots of this host, which has 2"
 
 
+def test_gpus_of_a_host_are_taken_by_uuid_and_only_as_many_as_it_has(placed, nvidia_smi):
+    nvidia_smi(SPLIT)
+    first, second, third = placed(1, total=64), placed(2, total=64, take=2), placed(3, total=64)
+    assert [start(job)[0] for job in (first, second)] == [0, 0]
+    first.until_log("ready GPU-aaaa")
+    second.until_log("ready MIG-b1,MIG-b2")
+    assert start(third)[1] == {"state": "busy", "holders": ["orc-job-1-a1", "orc-job-2-a1"]}
+    status, answer, _ = start(placed(4, total=64, take=4))
+    assert (status, answer["reason"]) == (77, "the job takes 4 GPUs of this host, which has 3")
+
+
+def test_a_gpu_is_not_handed_out_under_a_number_where_nvidia_smi_fails(placed, nvidia_smi):
+    nvidia_smi("Failed to initialize NVML: Driver/library version mismatch", status=18)
+    status, answer, _ = start(placed())
+    assert (status, answer["state"]) == (77, "failed")
+    assert answer["reason"] == "nvidia-smi -L: Failed to initialize NVML: Driver/library version mismatch"
+
+
+def test_only_the_gpus_that_the_environment_leaves_are_taken(nvidia_smi):
+    nvidia_smi(SPLIT)
+    names = ["GPU-aaaa", "MIG-b1", "MIG-b2"]
+    assert gpu_names(os.environ) == names
+    chosen = {"1": names[1:], "1,0": ["MIG-b1", "MIG-b2", "GPU-aaaa"], "MIG-b2": ["MIG-b2"], "0,-1,1": names[:1]}
+    for text, left in {**chosen, "": [], "7": []}.items():
+        assert gpu_names({**os.environ, "CUDA_VISIBLE_DEVICES": text}) == left, text
+
+
 def test_a_linked_attempt_without_its_token_does_not_start(placed):
     job = placed(link=True, nnodes=2)
     status, answer, _ = start(job)
@@ -166,11 +201,11 @@ def test_two_starts_at_once_have_one_winner(placed):
 
 def test_slots_belong_to_one_machine_though_its_root_be_shared(tmp_path):
     slots = Slots(str(tmp_path))
-    assert slots.take(2, 1, "orc-a-a1") == []
+    assert slots.take(["0", "1"], 1, "orc-a-a1") == []
     assert (tmp_path / "slots" / os.uname().nodename / "0").exists()
     again = Slots(str(tmp_path))
-    assert again.take(2, 2, "orc-b-a1") == ["orc-a-a1"]
+    assert again.take(["0", "1"], 2, "orc-b-a1") == ["orc-a-a1"]
     assert again.held == {}, "all or nothing"
     slots.close()
-    assert again.take(2, 2, "orc-b-a1") == []
+    assert again.take(["0", "1"], 2, "orc-b-a1") == []
     again.close()

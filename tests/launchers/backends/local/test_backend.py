@@ -22,7 +22,7 @@ from orc.launchers.agent.procfs import marked_processes, process_start
 from orc.launchers.agent.records import read_json
 from orc.launchers.backends.base import Cause, Handle, Phase, Snapshot
 from orc.launchers.backends.local.backend import LocalBackend, _python_problem
-from orc.launchers.errors import BackendError
+from orc.launchers.errors import BackendError, NoRoom
 from orc.launchers.hosts.probe import gpu_count
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
@@ -42,14 +42,14 @@ def backend() -> LocalBackend:
 
 @pytest.fixture
 def plan(backend: LocalBackend, tmp_path: Path) -> Callable[..., Plan]:
-    def make(source: str, **spec: Any) -> Plan:
+    def make(source: str, number: int = 2, **spec: Any) -> Plan:
         (tmp_path / "workdir").mkdir(exist_ok=True)
         (tmp_path / "workdir/train.py").write_text(textwrap.dedent(source))
         store = ContentStore(backend.state_dir / "store")
         snapshot = Snapshot(store.snapshot(tmp_path / "workdir").bundle, store.ingest(runtime_bundle()))
         job = JobSpec.model_validate({"name": "x", "script": "train.py", "launcher": "python", "grace": 2, **spec})
         backend.stage(snapshot)
-        return backend.render(job, snapshot, AttemptId("x-k3f9a2", 1))
+        return backend.render(job, snapshot, AttemptId(f"x-k3f9a{number}", 1))
 
     return make
 
@@ -324,6 +324,56 @@ def test_preflight_says_that_memory_is_not_limited(backend, plan):
     (finding,) = [f for f in backend.preflight(plan("pass", resources={"memory": "1M"})) if f.level == "warning"]
     assert "limits nothing" in finding.what
     assert finding.hint
+
+
+TWO_GPUS = "GPU 0: NVIDIA L4 (UUID: GPU-aaaa)\nGPU 1: NVIDIA L4 (UUID: GPU-bbbb)\n"
+SHOWN = "import os; print('ready', os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True);" + IDLE
+
+
+def shown(handle: Handle, rank: int = 0) -> str:
+    ready(handle, rank)
+    return Path(handle.native_id, "logs", f"rank-{rank}.log").read_text().split("\n")[0]
+
+
+def numbered(plan: Callable[..., Plan], number: int, **resources: Any) -> Plan:
+    return plan(SHOWN, number=number, resources=resources)
+
+
+def test_each_job_and_each_node_has_gpus_of_its_own_and_the_next_job_waits_for_them(backend, plan, nvidia_smi):
+    nvidia_smi(TWO_GPUS)
+    first = backend.submit(numbered(plan, 1, gpus_per_node=1), {})
+    assert shown(first) == "ready GPU-aaaa"
+    second = backend.submit(numbered(plan, 2, gpus_per_node=1), {})
+    assert shown(second) == "ready GPU-bbbb"
+    both = numbered(plan, 3, gpus_per_node=1, nodes=2)
+    with pytest.raises(NoRoom, match="waiting for GPUs, which orc-x-k3f9a1-a1, orc-x-k3f9a2-a1 have"):
+        backend.submit(both, {})
+    assert backend.find(both.marker) is None
+    kill_all(first)
+    backend.cancel([second], timedelta(seconds=1))
+    until(lambda: all(o.phase.ended for o in backend.poll([first, second]).values()))
+    third = until(lambda: _submitted(backend, both))
+    assert [shown(third, rank) for rank in range(2)] == ["ready GPU-aaaa", "ready GPU-bbbb"]
+    backend.cancel([third], timedelta(seconds=1))
+    until(lambda: look(backend, third).phase.ended)
+
+
+def _submitted(backend: LocalBackend, plan: Plan) -> Handle | None:
+    try:
+        return backend.submit(plan, {})
+    except NoRoom:
+        return None
+
+
+def test_preflight_counts_the_gpus_that_jobs_may_take(backend, plan, nvidia_smi):
+    nvidia_smi(TWO_GPUS)
+    asked = {"gpus_per_node": 2}
+    assert [f for f in backend.preflight(plan("pass", resources=asked)) if f.level == "error"] == []
+    (error,) = backend.preflight(plan("pass", resources=asked, env={"CUDA_VISIBLE_DEVICES": "1"}))[:1]
+    assert error.what == "the job asks for 2 GPUs, this machine has 1"
+    nvidia_smi("Failed to initialize NVML: Driver/library version mismatch", status=18)
+    (error,) = [f for f in backend.preflight(plan("pass", resources=asked)) if f.level == "error"]
+    assert error.what == "nvidia-smi -L: Failed to initialize NVML: Driver/library version mismatch"
 
 
 def test_gpus_are_counted_without_a_library(tmp_path):

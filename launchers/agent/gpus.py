@@ -1,0 +1,96 @@
+"""GPUs of this machine, as jobs take and give them back: named by what CUDA_VISIBLE_DEVICES takes."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from orc.launchers.agent.errors import LaunchFailure
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+LIST_S = 60.0  # the driver of a machine that keeps none loaded takes seconds for each GPU
+_LINE = re.compile(r"\s*(GPU|MIG) .*\(UUID: ([\w/.-]+)\)")
+
+
+def gpu_count(root: str = "") -> int | None:
+    """Return the number of GPUs of NVIDIA's or AMD's drivers; `None` where only a library can tell (WSL)."""
+    import glob
+
+    if os.path.exists(f"{root}/dev/dxg"):
+        return None
+    nvidia = glob.glob(f"{root}/proc/driver/nvidia/gpus/*") or glob.glob(f"{root}/dev/nvidia[0-9]*")
+    return len(nvidia) + amd_gpu_count(root)
+
+
+def amd_gpu_count(root: str = "") -> int:
+    """Return the number of GPUs of AMD's driver."""
+    import glob
+
+    count = 0
+    for path in glob.glob(f"{root}/sys/class/kfd/kfd/topology/nodes/*/gpu_id"):
+        with open(path) as file:
+            count += file.read().strip() != "0"  # processors are in that list, too
+    return count
+
+
+def gpu_names(env: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that jobs may take here, in the order of the bus.
+
+    They are the UUIDs that nvidia-smi lists, of a GPU that is divided those of its parts (MIG); where there is no
+    nvidia-smi the numbers of what the drivers list. CUDA_VISIBLE_DEVICES of *env* leaves some of them out.
+    Raises `LaunchFailure` where nvidia-smi fails: under other names two jobs would take the same GPU.
+    """
+    listed = _listing(env.get("PATH") or os.defpath)
+    boards = [[str(index)] for index in range(gpu_count() or 0)] if listed is None else _boards(listed)
+    chosen = env.get("CUDA_VISIBLE_DEVICES")
+    return [name for board in boards for name in board] if chosen is None else _chosen(boards, chosen)
+
+
+def _listing(path: str) -> str | None:
+    """Return what ``nvidia-smi -L`` prints; `None` without that program."""
+    places = (os.path.join(place, "nvidia-smi") for place in path.split(os.pathsep))
+    program = next((place for place in places if os.path.isfile(place) and os.access(place, os.X_OK)), None)
+    if program is None:
+        return None
+    import subprocess
+
+    try:
+        done = subprocess.run([program, "-L"], stdin=subprocess.DEVNULL, capture_output=True, timeout=LIST_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchFailure(f"nvidia-smi -L: {error}") from None
+    text = done.stdout.decode("utf-8", "replace")
+    if done.returncode:
+        said = (done.stderr.decode("utf-8", "replace").strip() or text.strip()).splitlines()
+        raise LaunchFailure(f"nvidia-smi -L: {said[-1] if said else f'exit status {done.returncode}'}")
+    return text
+
+
+def _boards(listed: str) -> list[list[str]]:
+    """Return for each GPU in the output of ``nvidia-smi -L`` its UUID, or those of its parts."""
+    boards: list[tuple[str, list[str]]] = []
+    for kind, uuid in (match.groups() for match in map(_LINE.match, listed.splitlines()) if match):
+        if kind == "GPU":
+            boards.append((uuid, []))
+        elif boards:
+            boards[-1][1].append(uuid)
+    return [parts or [uuid] for uuid, parts in boards]
+
+
+def _chosen(boards: Sequence[Sequence[str]], chosen: str) -> list[str]:
+    """Return the GPUs that *chosen* names by number or by the beginning of a UUID, as CUDA does: up to the first that
+    is none.
+    """
+    found: list[str] = []
+    names = [name for board in boards for name in board]
+    for word in (part.strip() for part in chosen.split(",")):
+        if word.isdigit():
+            named = list(boards[int(word)]) if int(word) < len(boards) else []
+        else:
+            named = [name for name in names if word and name.startswith(word)]
+        if not named:
+            break
+        found += [name for name in named if name not in found]
+    return found
