@@ -151,13 +151,37 @@ def allowed_address(network: Mapping[str, str]) -> tuple[str, str]:
     return found[0]
 
 
-LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where the ranks' libraries listen
+def listen_on(interface: str) -> dict[str, str]:
+    """Return the variables that say where the ranks' libraries listen: NCCL takes a name for the beginning of one."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
-def on_loopback(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that keep ranks of one machine on its loopback interface, but for what is *given*."""
+def on_loopback() -> dict[str, str]:
+    """Return the variables that keep ranks of one machine on its loopback interface."""
     interface = interface_of("127.0.0.1")
-    return {name: interface for name in LISTENING if name not in given} if interface else {}
+    return listen_on(interface) if interface else {}
+
+
+def towards(interface: str | None, root: str = "") -> dict[str, str]:
+    """Return the variables for ranks whose hosts know each other by *interface*.
+
+    NCCL looks for the fastest network by itself where there is InfiniBand: the one of SSH need not be it.
+    """
+    if not interface:
+        return {}
+    found = listen_on(interface)
+    if os.path.isdir(f"{root}/sys/class/infiniband") and os.listdir(f"{root}/sys/class/infiniband"):
+        del found["NCCL_SOCKET_IFNAME"]
+    return found
+
+
+def facing(master: str) -> dict[str, str]:
+    """Return the variable for gloo on several nodes, the interface that leads to *master*.
+
+    It would listen where the host's own name leads, maybe to 127.0.1.1; NCCL looks at the interfaces themselves.
+    """
+    interface = interface_of(own_address([master]))
+    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
 def interface_of(address: str) -> str | None:

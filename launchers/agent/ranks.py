@@ -55,16 +55,16 @@ def job_environment(node: NodeState, defaults: Mapping[str, str] | None = None) 
 
 def launch_environment(node: NodeState, addr: str, port: int) -> tuple[dict[str, str], dict[str, str]]:
     """Return the values of the command's placeholders and the environment of what the command starts on this node."""
-    from orc.launchers.agent.network import LISTENING, on_loopback
+    from orc.launchers.agent.network import facing, listen_on, on_loopback
 
     command = node.config.command
     if node.listening:
-        node.own_env.update(dict.fromkeys(LISTENING, node.listening[0]))
-    elif addr in ("127.0.0.1", "::1"):  # whoever is on another machine has no business there
-        node.own_env.update(on_loopback({**os.environ, **(node.config.env)}))
-    elif node.link:
-        given = {**os.environ, **(node.config.env)}
-        node.own_env.update({n: v for n, v in node.link.variables().items() if n not in given})
+        node.own_env.update(listen_on(node.listening[0]))
+    else:
+        elsewhere = addr not in ("127.0.0.1", "::1")  # else nobody on another machine has any business there
+        where = on_loopback() if not elsewhere else node.link.variables() if node.link else facing(addr)
+        given = {**os.environ, **node.config.env}
+        node.own_env.update({name: value for name, value in where.items() if name not in given})
     if node.own_env:
         node.record_pids()
     values = {

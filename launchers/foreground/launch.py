@@ -187,7 +187,7 @@ def environment(request: LocalLaunch) -> dict[str, str]:
     env.update(request.env)
     env.setdefault("PYTHONUNBUFFERED", "1")
     env.setdefault("PYTHONFAULTHANDLER", "1")
-    env.update(request.world.listening(env) if request.world else network.on_loopback(env))
+    env = {**(request.world.listening(env) if request.world else network.on_loopback()), **env}
     if request.nprocs > 1 or (request.world and request.world.local_size > 1):
         env.setdefault("OMP_NUM_THREADS", "1")
         env["ORC_WHOLE_LINES"] = "1"  # launchers/rank_hooks/startup.py

@@ -41,11 +41,12 @@ class World:
     def listening(self, given: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that name the interface on which the ranks reach the others, but for those *given*."""
         if self.addr.startswith(_LOOPBACK):
-            return network.on_loopback(given)
-        if self.local_size == self.size:
+            found = network.on_loopback()
+        elif self.local_size == self.size:
             return {}
-        interface = network.interface_of(network.own_address([self.addr]))
-        return {name: interface for name in network.LISTENING if name not in given} if interface else {}
+        else:
+            found = network.towards(network.interface_of(network.own_address([self.addr])))
+        return {name: value for name, value in found.items() if name not in given}
 
 
 def alone(nprocs: int, port: int) -> World:

@@ -79,7 +79,8 @@ def main() -> None:
     interface = interface_of(own)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        if not os.path.isdir("/sys/class/infiniband"):  # NCCL finds that by itself
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without = any that begins so
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     store.set(f"here {rank}", "")
     store.wait([f"here {other}" for other in range(world)], ARRIVAL)

@@ -11,10 +11,13 @@ import errno
 import functools
 import os
 import socket
+import struct
+from pathlib import Path
 from typing import Any
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _BACKLOG = 2048  # every rank connects at once
+_SIOCGIFADDR = 0x8915
 
 
 def own_address(host: str) -> str:
@@ -97,5 +100,60 @@ def stay_on_loopback() -> None:
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback is not None:
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, loopback)  # they read it in C++, when a group is made
+        # They read it in C++, when a group is made. NCCL takes a name without = for the beginning of one.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
+
+
+def face_master(master: str) -> None:
+    """For a run on several nodes: gloo listens on the interface that leads to *master*, or where the environment says.
+
+    By itself it would take the one of the host's own name, which may be 127.0.1.1 (Debian). NCCL does not.
+    """
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _interface_of(_address_towards(master))):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _address_towards(master: str) -> str:
+    """The address from which this machine reaches *master*; that of the default route where it is itself called so."""
+    for host in (master, "192.0.2.1"):  # TEST-NET; connecting a UDP socket sends nothing
+        try:
+            found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        except OSError:
+            continue
+        for family, kind, protocol, _, where in found:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.connect(where)
+                    address = str(probe.getsockname()[0])
+            except OSError:
+                continue
+            if not address.startswith(("127.", "::1", "fe80:")):
+                return address
+    return ""
+
+
+def _interface_of(address: str) -> str | None:
+    """The interface that has *address*; `None` where the kernel does not tell (it is Linux that does)."""
+    for _, name in socket.if_nameindex() if address else ():
+        if address in _addresses_of(name):
+            return name
+    return None
+
+
+def _addresses_of(interface: str) -> list[str]:
+    import fcntl
+
+    found = []
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+            found.append(socket.inet_ntoa(answer[20:24]))
+    except OSError:
+        pass  # it has no IPv4 address
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return found
+    words = [line.split() for line in lines]
+    return found + [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(w[0])) for w in words if w[-1] == interface]

@@ -134,6 +134,8 @@ def _meet(
         init_method = "env://" if launch.platform in ("orc", "torchrun") else f"tcp://{host}:{launch.master_port}"
     if one_node(launch):
         listening.stay_on_loopback()
+    elif launch.master_addr:
+        listening.face_master(launch.master_addr)
     listening.bind_stores()
     way = os.getpid(), init_method, launch.master_addr, launch.master_port, launch.rank, launch.world_size
     opened_before = 0

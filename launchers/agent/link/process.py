@@ -13,7 +13,7 @@ import sys
 import time
 
 from orc.launchers.agent.errors import LaunchFailure
-from orc.launchers.agent.network import Port, reachable_addresses
+from orc.launchers.agent.network import Port, reachable_addresses, towards
 from orc.launchers.agent.processes import PR_SET_PDEATHSIG, background, prctl
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.records import read_json, remove
@@ -145,8 +145,7 @@ class Link:
 
     def variables(self) -> dict[str, str]:
         """Return the variables that name the interface which leads to the other hosts."""
-        interface = self.state().get("interface")
-        return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface) if interface else {}
+        return towards(self.state().get("interface"))
 
     def await_delivery(self, others_go_on: bool) -> None:
         """Stay until the other side has what this one has recorded, as far as it can be reached.

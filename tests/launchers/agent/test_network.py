@@ -33,7 +33,7 @@ def start_both(job, **environ):
 def test_ranks_of_one_node_are_kept_on_its_loopback_interface(attempt):
     job = attempt(TELL, nproc=2, network={"interface": "no-such-interface"})
     assert job.run(GLOO_SOCKET_IFNAME="mine") == 0
-    assert [said(job, rank)[:3] for rank in range(2)] == [["127.0.0.1", "mine", "lo"]] * 2
+    assert [said(job, rank)[:3] for rank in range(2)] == [["127.0.0.1", "mine", "=lo"]] * 2
 
 
 def test_each_incarnation_has_a_token_of_its_own_that_all_of_its_ranks_have(attempt):
@@ -73,7 +73,22 @@ def test_nodes_meet_where_the_network_of_their_job_is(attempt):
         TELL, nnodes=2, network={"interface": "lo", "cidr": "127.0.0.0/8"}, env={"NCCL_SOCKET_IFNAME": "mine"}
     )
     assert start_both(job) == [0, 0]
-    assert [said(job, rank)[:3] for rank in range(2)] == [["127.0.0.1", "lo", "lo"]] * 2
+    assert [said(job, rank)[:3] for rank in range(2)] == [["127.0.0.1", "lo", "=lo"]] * 2
+
+
+def test_nccl_is_given_a_whole_name_and_no_network_of_ssh_beside_infiniband(tmp_path):
+    assert host_network.towards("eth1", str(tmp_path)) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert host_network.towards("eth1", str(tmp_path)) == {"GLOO_SOCKET_IFNAME": "eth1"}
+    assert host_network.towards(None) == {}
+
+
+def test_gloo_is_given_the_interface_that_leads_to_the_master(monkeypatch):
+    monkeypatch.setattr(host_network, "own_addresses", lambda: ADDRESSES)
+    routes = {"10.1.0.1": "10.1.0.7", "node0": "192.168.4.7"}
+    monkeypatch.setattr(host_network, "own_address", lambda peers: routes[next(iter(peers))])
+    assert host_network.facing("10.1.0.1") == {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert host_network.facing("node0") == {"GLOO_SOCKET_IFNAME": "eth0"}
 
 
 def test_a_node_outside_of_the_network_of_its_job_says_so(attempt):

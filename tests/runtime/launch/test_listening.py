@@ -9,6 +9,7 @@ import pytest
 
 from orc.runtime import Accelerator
 from orc.runtime.core.context import current_context
+from orc.runtime.launch import listening as listening_module
 from orc.runtime.launch.listening import own_address
 
 
@@ -114,3 +115,33 @@ def test_a_name_of_this_machine_is_resolved_to_what_others_know_it_by(monkeypatc
     assert own_address("node-7") == ""  # Debian: what node 7 calls itself is no use to the others
     answers("192.0.2.77")
     assert own_address("gateway") == ""  # an address of somebody else, behind which this machine is
+
+
+def test_on_several_nodes_gloo_listens_where_the_master_is_reached(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    interfaces = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.4.7"], "ib0": ["10.1.0.7"]}
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(interfaces)))
+    monkeypatch.setattr(listening_module, "_addresses_of", interfaces.get)
+    monkeypatch.setattr(listening_module, "_address_towards", {"10.1.0.1": "10.1.0.7"}.get)
+    listening_module.face_master("10.1.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    listening_module.face_master("elsewhere")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0", "what is given stays"
+
+
+def test_the_interface_of_an_address_is_the_kernels():
+    assert listening_module._interface_of("127.0.0.1") == "lo"
+    assert listening_module._interface_of("::1") in ("lo", None)
+    assert listening_module._interface_of("203.0.113.9") is None
+    assert listening_module._interface_of("") is None
+
+
+def test_a_machine_that_calls_itself_127_0_1_1_faces_its_default_route(monkeypatch):
+    asked = []
+    looked_up = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *a, **k: asked.append(host) or looked_up("127.0.1.1", *a, **k)
+    )
+    assert listening_module._address_towards("node0") == ""
+    assert asked == ["node0", "192.0.2.1"]
