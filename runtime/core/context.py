@@ -327,11 +327,32 @@ class RunContext:
     def control_device(self) -> torch.device:
         """Device that collects small control messages (sizes, flags): the CPU when the group has a backend for it."""
         import torch
+
+        return torch.device("cpu") if self._carries_cpu_tensors else self.device
+
+    @functools.cached_property
+    def _carries_cpu_tensors(self) -> bool:
         import torch.distributed as dist
 
-        if self.group is not None and "gloo" not in str(dist.get_backend_config(self.group)):
-            return self.device
-        return torch.device("cpu")
+        return self.group is None or "cpu:" in str(dist.get_backend_config(self.group))
+
+    def control_group(self, what: str) -> ProcessGroup:
+        """Return a group of all processes that carries tensors on the CPU: the run's own, or one beside it.
+
+        A group that the script opened with NCCL alone has no backend for them. The other is made at the first call,
+        which all processes make together.
+
+        Args:
+            what: what needs the group, for the message.
+        """
+        group = self.require_group(what)
+        return group if self._carries_cpu_tensors else self._beside
+
+    @functools.cached_property
+    def _beside(self) -> ProcessGroup:
+        import torch.distributed as dist
+
+        return dist.new_group(backend="gloo")
 
     def require_group(self, what: str) -> ProcessGroup:
         """Return the process group. Raises `ContextError` when it was closed or never made.

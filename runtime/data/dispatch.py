@@ -137,7 +137,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         if not current.restored:
             torch.empty((), dtype=torch.int64).random_()  # the seed of workers that rank 0 draws: generators stay equal
         if self._receiver is None:
-            self._receiver = Receiver(self.context.require_group("a dispatching loader"), self.context.key)
+            self._receiver = Receiver(self.context.control_group("a dispatching loader"), self.context.key)
         kind = CONTENT
         while kind == CONTENT:
             message = self._receiver.receive()
@@ -149,7 +149,7 @@ class DataLoaderDispatcher(DataLoaderShard):
 
     def _read(self, current: Pass) -> Iterator[Message]:
         if not self._senders and self.context.distributed:
-            group = self.context.require_group("a dispatching loader")
+            group = self.context.control_group("a dispatching loader")
             self._senders = [Sender(rank, group, self.context.key) for rank in range(1, self.context.world_size)]
         try:
             rounds = self._parts(self._first_batch(current))

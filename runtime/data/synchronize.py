@@ -34,7 +34,7 @@ class FromFirst:
         import torch.distributed as dist
 
         shared = tensor.clone()
-        dist.broadcast(shared, src=0, group=self.context.require_group("aligning random number generators"))
+        dist.broadcast(shared, src=0, group=self.context.control_group("aligning random number generators"))
         return shared
 
 

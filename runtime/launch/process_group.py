@@ -221,7 +221,7 @@ def _board_of_group(launch: LaunchEnvironment, device: torch.device, rank: int) 
     group = dist.group.WORLD
     if _board is not None and _board[0] is group:
         return _board[1]
-    place = torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device
+    place = torch.device("cpu") if "cpu:" in str(dist.get_backend_config(group)) else device
 
     def hand_round(note: bytes | None) -> bytes:
         message = torch.zeros(_NOTE_BYTES, dtype=torch.uint8)

@@ -1,5 +1,7 @@
 """Prepared loaders on several ranks."""
 
+import os
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
@@ -198,3 +200,28 @@ def test_iterable_shards_are_read_on_every_rank_when_not_dispatched(run_ranks):
         (0, [([0, 1, 2, 3], -1), ([8, 9, 0, 1], 2)], 10),
         (0, [([4, 5, 6, 7], -1), ([2, 3, 4, 5], 2)], 10),
     ]
+
+
+def test_loaders_work_over_a_group_that_the_script_opened_without_a_backend_for_the_cpu(run_ranks):
+    def epochs():
+        import torch.distributed as dist
+
+        from orc.runtime.launch import process_group
+
+        dist.init_process_group("cuda:gloo")  # as with nccl: nothing carries tensors on the CPU
+        process_group._board = dist.group.WORLD, (None, b"k" * 32)  # it would be found over the GPUs
+        rank = dist.get_rank()
+        torch.manual_seed(100 + rank)
+        context = process_group.open_context(dict(os.environ))
+        options = {"context": context, "put_on_device": False, "rng_types": []}
+        seen = []
+        for data, dispatch in ((range(8), False), (range(8), True), (Reading(8), True)):
+            plain = DataLoader(data, batch_size=2, shuffle=isinstance(data, range))
+            loader = prepare_data_loader(plain, dispatch_batches=dispatch, **options)
+            seen.append([i for batch in loader for i in batch.tolist()])
+        return seen, context.control_group("a test") is context.control_group("a test") is not context.group
+
+    first, second = run_ranks(2, epochs)
+    assert (first[1], second[1]) == (True, True)
+    for mine, other in zip(first[0], second[0], strict=True):
+        assert sorted(mine + other) == list(range(8))
