@@ -70,7 +70,9 @@ def load(
             names = _names(prepared, manifest.files)
             _check_counterparts(directory, manifest, names)
             for name in names:
-                states[name] = unpickle(directory / name, map_location)
+                # An optimizer's counts of steps would stay where they are read to, and be waited for at every step.
+                placed_by_torch = name.startswith(layout.OPTIMIZER_NAME)
+                states[name] = unpickle(directory / name, None if placed_by_torch else map_location)
             _check_states(directory, prepared, states, manifest.files)
             _check_shards(directory, manifest, prepared)
             if roll_over:

@@ -20,7 +20,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: a torch optimizer.
-        device_placement: move the optimizer's state to *device*.
+        device_placement: move the optimizer's state to its parameters' device.
         scaler: with fp16, what steps in its place.
         gradient: says when to step; by default the current context's.
         engine: makes the updates; by default one of the current context.
@@ -51,7 +51,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.device_placement = device_placement
         self._gradient = gradient
         self._engine = engine
-        self._device = device
         self.steps = 0  # updates made
         self.skips = 0  # updates skipped, by the engine or by a watcher of the gradients
         self._skipped: bool | torch.Tensor = False  # whether the last was; 1.0 or 0.0 where its device alone knows
@@ -98,15 +97,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, on the device it belongs to.
+        """Load the wrapped optimizer's state; torch puts each tensor on the device it belongs to.
+
+        Counts of steps stay on the CPU unless the optimizer is fused or capturable: on a device each would be waited
+        for at every step.
 
         Args:
             state_dict: what ``state_dict`` returned.
         """
-        if self.device_placement and self._device is not None and self._device.type != "cpu":
-            from orc.runtime.collectives.tree import send_to_device
-
-            state_dict = send_to_device(state_dict, self._device)
         self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -563,6 +563,21 @@ def test_an_optimizer_and_a_scheduler_can_be_wrapped_without_an_accelerator():
     assert scheduler.last_epoch == 1
 
 
+def test_a_loaded_count_of_steps_stays_on_the_cpu_and_moments_go_to_their_parameters():
+    """On a device the count would be waited for twice for each parameter at every step."""
+    there = torch.nn.Linear(2, 1)
+    trained = torch.optim.AdamW(there.parameters(), foreach=True)
+    there(torch.ones(1, 2)).sum().backward()
+    trained.step()
+    model = torch.nn.Linear(2, 1, device="meta")
+    adam = torch.optim.AdamW(model.parameters(), foreach=True)
+    optimizer = AcceleratedOptimizer(adam, device=torch.device("meta"))
+    optimizer.load_state_dict(trained.state_dict())
+    for values in optimizer.state_dict()["state"].values():
+        assert (values["step"].device.type, values["step"].item()) == ("cpu", 1.0)
+        assert values["exp_avg"].device.type == values["exp_avg_sq"].device.type == "meta"
+
+
 def test_a_step_that_the_script_leaves_out_after_clipping_does_not_spoil_the_next():
     accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
     model, optimizer, _ = one_weight(accelerator, lr=0.25)
