@@ -118,7 +118,7 @@ def _tasks(
 ) -> dict[str, Task]:
     weights, states = collected.weights, collected.states
     weights, states = context.compute.to_cpu((weights, states))
-    random_states = rng.capture(context.compute)
+    random_states = rng.capture(context.compute, context.device)
     mine = {} if shards is None else shards.values
     if stage is not None:
         weights, states, mine = stage.take((weights, states, mine))

@@ -162,7 +162,7 @@ def _try(
 ) -> None:
     """Load what decides by itself whether a state fits, into its place; *undo* puts everything back."""
     if random_states is not None:
-        undo.callback(rng.restore, rng.capture(context.compute), context.device, context.compute)
+        undo.callback(rng.restore, rng.capture(context.compute, context.device), context.device, context.compute)
         rng.restore(random_states, context.device, context.compute)
     loaders = _loaders(prepared)
     for name, target in _names(prepared, checked.manifest.files).items():

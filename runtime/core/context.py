@@ -352,7 +352,8 @@ class RunContext:
     def _beside(self) -> ProcessGroup:
         import torch.distributed as dist
 
-        return dist.new_group(backend="gloo")
+        group: ProcessGroup = dist.new_group(backend="gloo")
+        return group
 
     def require_group(self, what: str) -> ProcessGroup:
         """Return the process group. Raises `ContextError` when it was closed or never made.

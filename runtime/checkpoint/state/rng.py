@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
     from orc.runtime.core.compute import Compute
 
 
-def capture(compute: Compute | None = None) -> dict[str, Any]:
-    """Python's, NumPy's (if installed), torch's and the accelerators' generators; *compute*'s where it has one."""
+def capture(compute: Compute | None = None, device: torch.device | None = None) -> dict[str, Any]:
+    """Python's, NumPy's (if installed), torch's and the accelerators' generators; *compute*'s where it has one.
+
+    Of the GPUs it is that of *device*, which this process uses: the others are its peers'.
+    """
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"python": (version, tuple(internal), gauss), "torch": torch.get_rng_state()}
     try:
@@ -33,8 +37,8 @@ def capture(compute: Compute | None = None) -> dict[str, Any]:
             int(has_gauss),
             float(cached),
         )
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    if device is not None and device.type == "cuda":
+        state["cuda"] = [torch.cuda.get_rng_state(device)]
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     if compute is not None and (own := compute.rng_state()) is not None:
@@ -46,7 +50,8 @@ def restore(state: Mapping[str, Any], device: torch.device, compute: Compute | N
     """Put every generator of *state* where it was.
 
     Raises:
-        CheckpointError: a generator cannot be restored; training would go on with other random numbers.
+        CheckpointError: a generator cannot be restored; training would go on with other random numbers. The one of a
+            GPU, which another kind of machine does not have, is seeded anew instead, with a warning.
     """
     try:
         version, internal, gauss = state["python"]
@@ -57,13 +62,8 @@ def restore(state: Mapping[str, Any], device: torch.device, compute: Compute | N
 
             name, keys, position, has_gauss, cached = state["numpy"]
             np.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
-        if torch.cuda.is_available():
-            if "cuda" not in state:
-                raise CheckpointError("it was saved without a GPU")
-            if len(state["cuda"]) == torch.cuda.device_count():
-                torch.cuda.set_rng_state_all(state["cuda"])
-            else:  # each process saw only its own GPU, here or there
-                torch.cuda.set_rng_state(state["cuda"][min(device.index or 0, len(state["cuda"]) - 1)], device)
+        if device.type == "cuda":
+            _restore_cuda(state, device)
         if "mps" in state and torch.backends.mps.is_available():
             torch.mps.set_rng_state(state["mps"])
         if compute is not None and compute.rng_state() is not None:
@@ -74,6 +74,26 @@ def restore(state: Mapping[str, Any], device: torch.device, compute: Compute | N
         raise
     except Exception as error:  # a state may hold anything
         raise CheckpointError(f"random number generators cannot be restored: {error}") from error
+
+
+def _restore_cuda(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put the generator of *device* where that of this process's device was, or seed it as the CPU's is."""
+    saved = state.get("cuda") or []
+    # An older version saved those of all GPUs that the process saw, by number: of these here if they are as many.
+    known = len(saved) == 1 or len(saved) == torch.cuda.device_count()
+    try:
+        if not known:
+            raise ValueError(f"there are states of {len(saved)} GPUs, and none is known to be this one's")
+        torch.cuda.set_rng_state(saved[(device.index or 0) % len(saved)], device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        warnings.warn(
+            f"the random numbers on {device} begin anew, with a seed that the CPU's generator gives: what was saved "
+            f"does not fit ({error})",
+            stacklevel=2,
+        )
+        digest = hashlib.sha256(state["torch"].numpy().tobytes() + str(device.index or 0).encode()).digest()
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(int.from_bytes(digest[:4], "big"))
 
 
 def _key(compute: Compute) -> str:

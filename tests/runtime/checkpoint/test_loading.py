@@ -31,6 +31,7 @@ from orc.runtime.data.plan import PositionError
 from orc.runtime.parallel.records import described
 
 PATIENCE = 3600.0
+CPU = torch.device("cpu")
 
 
 def context(**changes):
@@ -618,11 +619,11 @@ def test_generators_are_restored_on_the_device_of_the_rank(tmp_path, monkeypatch
     monkeypatch.setattr(rng, "restore", restore)
     xla = SimpleNamespace(rng_state=lambda: 3, library="torch_xla")
     checked = whole(tmp_path / "c", nothing())
-    load.load(context(compute=xla, device="here"), Table(), nothing(), checked)
-    assert asked == [("here", xla)] * 2
+    load.load(context(compute=xla, device=CPU), Table(), nothing(), checked)
+    assert asked == [(CPU, xla)] * 2
     with pytest.raises(CheckpointError):
-        load.load(context(compute=xla, device="here"), Table(**{"load_state (trying)": ["no"]}), nothing(), checked)
-    assert asked == [("here", xla)] * 4
+        load.load(context(compute=xla, device=CPU), Table(**{"load_state (trying)": ["no"]}), nothing(), checked)
+    assert asked == [(CPU, xla)] * 4
 
 
 def test_the_end_of_an_epoch_is_the_start_of_the_next_where_that_is_asked_for(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import builtins
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,18 +42,23 @@ class Xla(Compute):
 
 
 class Gpus:
-    """GPUs whose generators are numbers."""
+    """GPUs whose generators are texts; they take texts only."""
 
     def __init__(self, monkeypatch, states):
-        self.states, self.asked = states, []
+        self.states, self.seeded = states, []
         cuda = SimpleNamespace(
-            is_available=lambda: True,
             device_count=lambda: len(self.states),
-            get_rng_state_all=lambda: list(self.states),
-            set_rng_state_all=lambda states: self.asked.append(("all", states)),
-            set_rng_state=lambda state, device: self.asked.append((state, device)),
+            get_rng_state=lambda device: self.states[device.index],
+            set_rng_state=self.put,
+            device=lambda device: nullcontext(),
+            manual_seed=self.seeded.append,
         )
         monkeypatch.setattr(torch, "cuda", cuda)
+
+    def put(self, state, device):
+        if not isinstance(state, str):
+            raise RuntimeError("RNG state is wrong size")
+        self.states[device.index] = state
 
 
 def test_every_generator_goes_on_where_it_was_and_its_state_is_plain():
@@ -111,37 +117,41 @@ def test_a_state_that_lacks_something_or_is_none_is_refused():
         assert str(told.value) == f"random number generators cannot be restored: {reason}"
 
 
-def test_generators_of_all_gpus_are_saved_and_each_gets_its_own(monkeypatch):
+def test_the_generator_of_the_gpu_that_a_process_uses_is_saved_whatever_its_number_is_later(monkeypatch):
     gpus = Gpus(monkeypatch, ["zero", "one"])
-    state = capture()
-    assert state["cuda"] == ["zero", "one"]
-    restore(state, torch.device("cuda", 1))
-    assert gpus.asked == [("all", ["zero", "one"])]
+    state = capture(device=torch.device("cuda", 1))
+    assert state["cuda"] == ["one"]
+    for index, expected in ((0, ["one", "x"]), (1, ["x", "one"])):
+        gpus.states[:] = ["x", "x"]
+        restore(state, torch.device("cuda", index))
+        assert gpus.states == expected
+    assert gpus.seeded == []
+    assert "cuda" not in capture(device=CPU), "a process on the CPU opens no GPU"
+
+
+def test_states_by_number_are_those_of_as_many_gpus_alone(monkeypatch):
+    gpus = Gpus(monkeypatch, ["x", "x"])
+    restore(capture() | {"cuda": ["zero", "one"]}, torch.device("cuda", 1))
+    assert gpus.states == ["x", "one"]
+    with pytest.warns(UserWarning, match="there are states of 3 GPUs, and none is known to be this one's"):
+        restore(capture() | {"cuda": ["zero", "one", "two"]}, torch.device("cuda", 1))
+    assert gpus.states == ["x", "one"]
 
 
 @pytest.mark.parametrize(
-    ("index", "saved", "expected"),
-    [
-        (1, ["zero", "one", "two"], "one"),
-        (0, ["zero", "one", "two"], "zero"),
-        (None, ["zero", "one", "two"], "zero"),
-        (1, ["only"], "only"),
-        (2, ["zero", "one", "two", "three"], "two"),
-        (3, ["zero", "one", "two"], "two"),
-    ],
+    ("saved", "reason"), [({}, "there are states of 0 GPUs"), ({"cuda": [3]}, "RNG state is wrong size")]
 )
-def test_a_process_that_sees_other_gpus_gets_the_generator_of_its_own(monkeypatch, index, saved, expected):
-    gpus = Gpus(monkeypatch, ["a", "b"])
-    device = torch.device("cuda") if index is None else torch.device("cuda", index)
-    restore(capture() | {"cuda": saved}, device)
-    assert gpus.asked == [(expected, device)]
-
-
-def test_what_was_saved_without_a_gpu_is_not_restored_on_one(monkeypatch):
-    state = capture()
-    Gpus(monkeypatch, ["a"])
-    with pytest.raises(CheckpointError, match=r"^it was saved without a GPU$"):
-        restore(state, CPU)
+def test_a_state_that_does_not_fit_the_gpu_is_a_warning_and_a_seed_that_is_the_same_each_time(
+    monkeypatch, saved, reason
+):
+    state = capture() | saved
+    gpus = Gpus(monkeypatch, ["a", "a"])
+    for index in (0, 0, 1):
+        with pytest.warns(UserWarning, match=f"the random numbers on cuda:{index} begin anew.*{reason}"):
+            restore(state, torch.device("cuda", index))
+    assert gpus.states == ["a", "a"]
+    assert gpus.seeded[0] == gpus.seeded[1] != gpus.seeded[2]
+    assert torch.equal(torch.get_rng_state(), state["torch"])
 
 
 def test_what_was_saved_on_a_gpu_is_restored_without():
