@@ -18,6 +18,7 @@ DERIVED = (
     "TORCHELASTIC_RUN_ID",
     "ORC_LOGS_DIR",
     "ORC_TOKEN",  # what the ranks of one incarnation know each other by
+    "ORC_GPUS",  # what the job asks for on each node, so that a rank that finds fewer says so
     "ORC_GANG",  # the marker of the attempt that a process runs without being one of its ranks
 )
 

@@ -66,8 +66,9 @@ def environment(job: JobSpec, attempt: AttemptId, cluster: Cluster, layout: Layo
         runtime = to_env(settings)
     except ConfigError as error:
         raise RenderError(f"runtime: {error}", where=job.name) from None
+    gpus = {"ORC_GPUS": str(job.resources.gpus_per_node)} if job.resources.gpus_per_node else {}
     threads = {"OMP_NUM_THREADS": str(job.resources.cpus_per_proc)} if job.resources.cpus_per_proc else {}
-    return {**threads, **cluster.env, **runtime, **job.env}
+    return {**threads, **gpus, **cluster.env, **runtime, **job.env}
 
 
 def artefact_variables(job: JobSpec, snapshot: Snapshot, attempt: AttemptId, layout: Layout) -> dict[str, str]:

@@ -84,6 +84,8 @@ def compare_hosts(
             found.append(Finding("error", one.error.what, one.name, one.error.hint, unreachable=silent))
         else:
             found += _alone(one, gpus, own_python)
+            if gpus and not environment and one.facts["torch"] and not one.facts["cuda"]:
+                found.append(cpu_torch(str(one.facts["torch"]), gpus, one.name))
     answered = [one for one in facts_by_host if one.error is None]
     found += _clocks(answered)
     found += _differing(answered, "Python", lambda facts: ".".join(map(str, facts["python"][:2])), "warning")
@@ -93,6 +95,12 @@ def compare_hosts(
     if not gpus:
         found += _differing(answered, "number of GPUs", lambda facts: str(len(facts["gpus"])), "warning")
     return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.level))
+
+
+def cpu_torch(version: str, gpus: int, where: str) -> Finding:
+    """Return the warning that ranks that ask for GPUs will find none under a torch for the CPU."""
+    what = f"its torch, {version}, is built for the CPU alone, and the job asks for {gpus} GPUs on each node"
+    return Finding("warning", what, where, "Install a torch for CUDA or ROCm, or set `python:` to one that has it.")
 
 
 def find_missing_torch(facts_by_host: Sequence[HostFacts]) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ import torch
 from orc.runtime.core.errors import LaunchError
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from orc.runtime.launch.environment import LaunchEnvironment
 
 
@@ -28,12 +31,16 @@ def select_device(launch: LaunchEnvironment, *, cpu: bool = False) -> torch.devi
     """CUDA when present, then MPS (one process only), then the CPU; *cpu* forces the last.
 
     Raises:
-        LaunchError: more processes on this machine than it has GPUs.
+        LaunchError: more processes on this machine than it has GPUs, or fewer GPUs than the job asks for.
     """
     if cpu:
         return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda", _cuda_index(launch, torch.cuda.device_count()))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # One GPU for each of several processes: the launcher shows each its own.
+    if count < launch.job.gpus and not (count == 1 and launch.local_world_size > 1):
+        raise LaunchError(_missing_gpus(launch.job.gpus, count))
+    if count:
+        return torch.device("cuda", _cuda_index(launch, count))
     if torch.backends.mps.is_available():
         if launch.world_size == 1:
             return torch.device("mps")
@@ -54,6 +61,51 @@ def default_device() -> torch.device:
         if getattr(torch, kind).is_available():
             return torch.device(kind)
     return torch.device("cpu")
+
+
+def _missing_gpus(asked: int, count: int) -> str:
+    """Say why there are fewer GPUs than the job asks for, and what to do."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if count:
+        why = f"CUDA_VISIBLE_DEVICES is {shown!r}" if shown is not None else "see `nvidia-smi -L` on this node"
+    elif torch.version.cuda is None and torch.version.hip is None:
+        why = f"this torch ({torch.__version__}) is built for the CPU alone; install one for CUDA or ROCm"
+    else:
+        try:
+            torch.cuda.init()
+            why = "torch finds no driver"
+        except (RuntimeError, AssertionError) as error:
+            why = " ".join(str(error).split())
+        why += f" (torch {torch.__version__} is built for CUDA {torch.version.cuda}; see `nvidia-smi`)"
+    return (
+        f"the job asks for {asked} GPUs on each node, and this process can use {count or 'none'}: {why}. "
+        "To train on the CPU nevertheless, ask for no GPUs (resources.gpus_per_node), or set ORC_USE_CPU=1"
+    )
+
+
+def claim_gpu(store: Store, launch: LaunchEnvironment, device: torch.device, uuid: str = "") -> None:
+    """Note in the *store* of all ranks that this one has *device*: NCCL dies where two have the same.
+
+    Args:
+        store: where the ranks meet.
+        launch: this process among its peers.
+        device: its GPU.
+        uuid: that of the GPU; what its driver says unless given.
+
+    Raises:
+        LaunchError: another rank has it.
+    """
+    uuid = uuid or str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    if not uuid:
+        return
+    host = socket.gethostname()
+    rank = int(store.compare_set(f"orc/gpu/{host}/{uuid}", "", str(launch.rank)))
+    if rank != launch.rank:
+        raise LaunchError(
+            f"rank {launch.rank} has the same GPU as rank {rank} ({uuid} of {host}), which NCCL cannot work with: "
+            f"start at most one process for each GPU, and let each see its own or all (CUDA_VISIBLE_DEVICES is "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES')!r} here)"
+        )
 
 
 def _cuda_index(launch: LaunchEnvironment, count: int) -> int:

@@ -22,7 +22,7 @@ from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.core.parsing import switched_on
 from orc.runtime.launch import listening
-from orc.runtime.launch.device import collective_backend, may_be_xla, process_group_backend, select_device
+from orc.runtime.launch.device import claim_gpu, collective_backend, may_be_xla, process_group_backend, select_device
 from orc.runtime.launch.environment import LaunchEnvironment, detect
 
 if TYPE_CHECKING:
@@ -147,6 +147,9 @@ def _meet(
     else:
         options["init_method"] = init_method
     try:
+        if device.type == "cuda" and "nccl" in opened:
+            options["store"] = store = options.get("store") or _store_at(options.pop("init_method"), launch, timeout)
+            claim_gpu(store, launch, device)
         dist.init_process_group(rank=launch.rank, world_size=launch.world_size, **options)
     except (dist.DistError, RuntimeError, ValueError) as error:
         where = init_method if init_method != "env://" else f"{launch.master_addr}:{launch.master_port}"
@@ -156,6 +159,16 @@ def _meet(
     store = _met[1] if opened_before and _met is not None else dist.distributed_c10d._get_default_store()
     _met = way, store, opened_before + 1
     _close_later()
+
+
+def _store_at(init_method: str, launch: LaunchEnvironment, timeout: timedelta | None) -> dist.Store:
+    """The store at which the ranks meet, as ``init_process_group`` would open it."""
+    from torch.distributed.constants import default_pg_timeout
+
+    limit = timeout or default_pg_timeout
+    store, _, _ = next(dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=limit))
+    store.set_timeout(limit)
+    return dist.PrefixStore("default_pg", store)
 
 
 def open_alone(device: torch.device) -> None:

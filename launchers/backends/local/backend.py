@@ -155,11 +155,33 @@ class LocalBackend(Backend):
             findings.append(Finding("error", problem, self.cluster.name, hint))
         elif not config.get("environment") and (problem := _fp8_problem(python or sys.executable, plan.env)):
             findings.append(Finding("error", problem, self.cluster.name, "Install it there, or choose bf16."))
+        elif config.get("slots") and not config.get("environment"):
+            findings += self._cpu_torch(python or sys.executable, int(config["slots"]["take"]))
         processes = config["nnodes"] * config["nproc"]
         cores = len(os.sched_getaffinity(0))
         if processes > cores:
             findings.append(Finding("info", f"{processes} processes share {cores} cores", self.cluster.name))
         return [*findings, *self._too_much(config.get("backend", {}), plan.env)]
+
+    def _cpu_torch(self, python: str, gpus: int) -> Iterator[Finding]:
+        """Yield a warning where the ranks' torch cannot use the GPUs that the job asks for."""
+        import subprocess
+
+        from orc.launchers.hosts.checks import cpu_torch
+
+        code = (
+            "import importlib.util as u, os, runpy; s = u.find_spec('torch'); "
+            "v = runpy.run_path(os.path.join(s.submodule_search_locations[0], 'version.py')) if s else {}; "
+            "print(v.get('__version__', ''), v.get('cuda') or v.get('hip') or '')"
+        )
+        try:
+            done = subprocess.run(
+                (python, "-c", code), capture_output=True, text=True, timeout=START_TIMEOUT_S, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return  # the ranks say what is wrong with it
+        if len(words := done.stdout.split()) == 1:
+            yield cpu_torch(words[0], gpus, self.cluster.name)
 
     def _too_much(self, asked: Mapping[str, int], env: Mapping[str, str]) -> Iterator[Finding]:
         """Yield what the job requests and this machine does not have."""

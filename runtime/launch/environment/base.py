@@ -19,6 +19,7 @@ class JobFacts(NamedTuple):
     restart: int = 0  # requeues of the same attempt
     job_dir: str | None = None
     attempt_dir: str | None = None
+    gpus: int = 0  # that the job asks for on each node
 
 
 @dataclass(frozen=True)

@@ -32,4 +32,5 @@ def job_facts(env: Mapping[str, str]) -> JobFacts:
         restart=integer(env, "ORC_RESTART", default=0),
         job_dir=env.get("ORC_JOB_DIR"),
         attempt_dir=env.get("ORC_ATTEMPT_DIR"),
+        gpus=integer(env, "ORC_GPUS", default=0),
     )

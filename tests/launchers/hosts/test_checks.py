@@ -113,6 +113,14 @@ def test_the_health_of_gpus_is_looked_at() -> None:
     )
 
 
+def test_a_torch_for_the_cpu_is_named_where_a_job_asks_for_gpus() -> None:
+    many = {"gpus": [GPU, GPU], "gpus_known": 2}
+    cpu = {**many, "torch": "2.4.0", "cuda": None}
+    what = "its torch, 2.4.0, is built for the CPU alone, and the job asks for 2 GPUs on each node"
+    assert said(hosts(many, cpu), gpus=2) == [("warning", "node2", what)]
+    assert said(hosts(many, cpu)) == said(hosts(many, cpu), gpus=2, environment=True) == []
+
+
 def test_a_clock_that_is_wrong_is_named_and_so_is_ours() -> None:
     assert said(hosts({}, {}, {}, skews=(0.0, 3600.0, 1.0))) == [
         ("warning", "node2", "its clock is 60 min ahead of the others")

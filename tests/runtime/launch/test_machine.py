@@ -11,9 +11,10 @@ import torch
 import orc.runtime
 from orc.runtime import RunContext, get_grad_scaler, get_mixed_precision_context_manager, tqdm, use_context
 from orc.runtime.compat import availability
+from orc.runtime.core.errors import LaunchError
 from orc.runtime.launch import numa
-from orc.runtime.launch.device import select_device
-from orc.runtime.launch.environment import LaunchEnvironment
+from orc.runtime.launch.device import claim_gpu, select_device
+from orc.runtime.launch.environment import JobFacts, LaunchEnvironment
 
 
 def test_the_gpu_of_a_mac_is_for_one_process(monkeypatch, recwarn):
@@ -28,6 +29,48 @@ def test_the_gpu_of_a_mac_is_for_one_process(monkeypatch, recwarn):
     assert {select_device(launch).type for launch in (first, second)} == {"cpu"}
     (warning,) = recwarn.list
     assert "2 processes train on the CPU" in str(warning.message)
+
+
+def asking(gpus, local_rank=0, nproc=1):
+    return LaunchEnvironment("orc", local_rank, nproc, local_rank, nproc, job=JobFacts(gpus=gpus))
+
+
+def test_a_rank_that_finds_fewer_gpus_than_its_job_asks_for_says_why_and_what_to_do(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(LaunchError, match=r"asks for 2 GPUs on each node.* use none: this torch .* built for the CPU"):
+        select_device(asking(2))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+
+    def old():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
+
+    monkeypatch.setattr(torch.cuda, "init", old)
+    with pytest.raises(LaunchError, match=r"driver on your system is too old.*ORC_USE_CPU=1"):
+        select_device(asking(2))
+    assert select_device(asking(2), cpu=True).type == "cpu"
+    assert select_device(asking(0)).type == "cpu"
+
+
+def test_a_rank_that_sees_some_of_the_gpus_takes_its_own_or_refuses(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aaaa")
+    assert select_device(asking(2, local_rank=1, nproc=2)) == torch.device("cuda", 0)
+    with pytest.raises(LaunchError, match="can use 1: CUDA_VISIBLE_DEVICES is 'GPU-aaaa'"):
+        select_device(asking(2))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(LaunchError, match="asks for 64 GPUs on each node, and this process can use 8"):
+        select_device(asking(64, nproc=64))
+
+
+def test_two_ranks_on_one_gpu_are_refused_before_nccl_meets_them():
+    store = torch.distributed.HashStore()
+    cuda = torch.device("cuda", 0)
+    for rank, uuid in ((0, "aaaa"), (1, "bbbb"), (0, "aaaa")):
+        claim_gpu(store, asking(2, local_rank=rank, nproc=3), cuda, uuid)
+    with pytest.raises(LaunchError, match=r"rank 2 has the same GPU as rank 1 \(bbbb of .*start at most one process"):
+        claim_gpu(store, asking(2, local_rank=2, nproc=3), cuda, "bbbb")
 
 
 def test_lists_of_cores():

@@ -20,6 +20,7 @@ import pytest
 
 from orc.launchers.agent.procfs import marked_processes, process_start
 from orc.launchers.agent.records import read_json
+from orc.launchers.agent.variables import without_own
 from orc.launchers.backends.base import Cause, Handle, Phase, Snapshot
 from orc.launchers.backends.local.backend import LocalBackend, _python_problem
 from orc.launchers.errors import BackendError, NoRoom
@@ -369,11 +370,26 @@ def test_preflight_counts_the_gpus_that_jobs_may_take(backend, plan, nvidia_smi)
     nvidia_smi(TWO_GPUS)
     asked = {"gpus_per_node": 2}
     assert [f for f in backend.preflight(plan("pass", resources=asked)) if f.level == "error"] == []
-    (error,) = backend.preflight(plan("pass", resources=asked, env={"CUDA_VISIBLE_DEVICES": "1"}))[:1]
+    chosen = plan("pass", resources=asked, env={"CUDA_VISIBLE_DEVICES": "1"})
+    (error,) = [f for f in backend.preflight(chosen) if f.level == "error"]
     assert error.what == "the job asks for 2 GPUs, this machine has 1"
     nvidia_smi("Failed to initialize NVML: Driver/library version mismatch", status=18)
     (error,) = [f for f in backend.preflight(plan("pass", resources=asked)) if f.level == "error"]
     assert error.what == "nvidia-smi -L: Failed to initialize NVML: Driver/library version mismatch"
+
+
+def test_preflight_names_a_torch_that_cannot_use_the_gpus(backend, plan, nvidia_smi):
+    nvidia_smi(TWO_GPUS)
+    (finding,) = [f for f in backend.preflight(plan("pass", resources={"gpus_per_node": 2})) if f.level == "warning"]
+    assert "+cpu, is built for the CPU alone, and the job asks for 2 GPUs" in finding.what
+    assert [f for f in backend.preflight(plan("pass")) if f.level == "warning"] == []
+
+
+def test_ranks_are_told_how_many_gpus_their_job_asks_for_and_a_job_within_it_is_not(backend, plan, nvidia_smi):
+    nvidia_smi(TWO_GPUS)
+    assert plan("pass", resources={"gpus_per_node": 2}).env["ORC_GPUS"] == "2"
+    assert "ORC_GPUS" not in plan("pass").env
+    assert without_own({"ORC_GPUS": "2", "A": "b"}) == {"A": "b"}
 
 
 def test_gpus_are_counted_without_a_library(tmp_path):
