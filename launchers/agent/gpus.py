@@ -31,8 +31,11 @@ def amd_gpu_count(root: str = "") -> int:
 
     count = 0
     for path in glob.glob(f"{root}/sys/class/kfd/kfd/topology/nodes/*/gpu_id"):
-        with open(path) as file:
-            count += file.read().strip() != "0"  # processors are in that list, too
+        try:
+            with open(path) as file:
+                count += file.read().strip() not in ("", "0")  # processors are in that list, too
+        except OSError:
+            continue  # a container may not look at GPUs that it does not have
     return count
 
 

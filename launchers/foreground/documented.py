@@ -13,6 +13,7 @@ from typing import Any
 
 from orc.launchers.accelerate.merge import Values
 from orc.launchers.accelerate.variables import variables
+from orc.launchers.agent.gpus import amd_gpu_count
 from orc.launchers.errors import LaunchError
 from orc.launchers.foreground.launch import LocalLaunch
 from orc.launchers.foreground.tee import Streams
@@ -25,16 +26,17 @@ _DEVICES = Path("/dev")
 def visible_gpus(env: Mapping[str, str], devices: Path = _DEVICES) -> int:
     """Return the number of GPUs that a process with the variables *env* sees.
 
-    ``CUDA_VISIBLE_DEVICES`` counts first; then the devices below *devices*, of which a container has its own only; then
-    ``nvidia-smi``, where the driver has other devices (WSL).
+    ``CUDA_VISIBLE_DEVICES`` (or AMD's ``HIP_VISIBLE_DEVICES``) counts first; then the devices below *devices*, of which
+    a container has its own only; then AMD's, and those of ``nvidia-smi``, where the driver has other devices (WSL).
     """
-    if (chosen := env.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len(_before_the_first_invalid(chosen))
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if (chosen := env.get(name)) is not None:
+            return len(_before_the_first_invalid(chosen))
     try:
         count = sum(1 for name in os.listdir(devices) if re.fullmatch(r"nvidia\d+", name))
     except OSError:
         count = 0
-    return count or _by_nvidia_smi(env)
+    return count or amd_gpu_count(str(devices.parent).rstrip("/")) or _by_nvidia_smi(env)
 
 
 def _before_the_first_invalid(text: str) -> list[str]:

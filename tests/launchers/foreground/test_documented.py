@@ -73,6 +73,16 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     assert visible_gpus({"PATH": f"{tmp_path}:/bin"}, tmp_path / "empty") == 2
 
 
+def test_gpus_of_amd_are_counted_too(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    for number, gpu in enumerate(["0", *["4098"] * 8]):  # the first is the processor
+        node = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{number}"
+        node.mkdir(parents=True)
+        (node / "gpu_id").write_text(f"{gpu}\n")
+    assert visible_gpus({}, tmp_path / "dev") == 8
+    assert visible_gpus({"HIP_VISIBLE_DEVICES": "0,3"}, tmp_path / "dev") == 2
+
+
 def test_processes_are_numbered_over_machines() -> None:
     flags = {"num_processes": 6, "num_machines": 3, "machine_rank": 1, "main_process_ip": "10.0.0.1"}
     world = described({**flags, "main_process_port": 29400}).request.world
