@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# Dense matrix products in bf16 or fp16, in TFLOP/s, from the vendors' data sheets. The first name found counts.
+# Dense matrix products in bf16 or fp16, in TFLOP/s, from the vendors' data sheets, by the words of a device's name.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500.0),
     ("B200", 2250.0),
@@ -32,6 +32,7 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("MI300X", 1307.4),
     ("MI250X", 191.5),  # one of its two dies, which torch shows as a device
 )
+_OTHER_KINDS = ("MIG", "Laptop", "Ti", "SUPER", "D")  # of one of those, with another throughput
 
 
 def peak_tflops(device: torch.device, configured: float | None = None) -> float | None:
@@ -42,8 +43,19 @@ def peak_tflops(device: torch.device, configured: float | None = None) -> float 
         return None
     import torch
 
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_TFLOPS if known in name), None)
+    return known_peak(torch.cuda.get_device_name(device))
+
+
+def known_peak(name: str) -> float | None:
+    """Return the peak of the device called *name*; `None` for one that is not in the table.
+
+    Its words have to be there whole: an RTX A4000 is no A40, an RTX 4090 D or Laptop GPU no RTX 4090, and a part of
+    a GPU (MIG) has not all of its throughput.
+    """
+    words = f" {' '.join(name.replace('-', ' ').split())} "
+    if any(f" {other} " in words for other in _OTHER_KINDS):
+        return None
+    return next((peak for known, peak in PEAK_TFLOPS if f" {known} " in words), None)
 
 
 class FlopCount:

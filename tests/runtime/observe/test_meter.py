@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from orc.runtime import Accelerator, AcceleratorState
 from orc.runtime.core.context import reset_default
 from orc.runtime.observe import meter, reporter, watch
-from orc.runtime.observe.flops import FlopCount, peak_tflops
+from orc.runtime.observe.flops import FlopCount, known_peak, peak_tflops
 from orc.runtime.observe.reporter import combine
 
 
@@ -236,6 +236,32 @@ def test_operations_of_attention_are_counted():
 def test_peaks_are_configured_or_known():
     assert peak_tflops(torch.device("cpu")) is None
     assert peak_tflops(torch.device("cpu"), 3.5) == 3.5
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-40GB", 312.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA L40S", 362.1),
+        ("Tesla T4", 65.0),
+        ("Tesla V100-SXM2-16GB", 125.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("AMD Instinct MI300X", 1307.4),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+    ],
+)
+def test_a_peak_is_that_of_exactly_this_device(name, peak):
+    assert known_peak(name) == peak
 
 
 # ---- one line for all ranks
