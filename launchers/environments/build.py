@@ -40,6 +40,7 @@ file_digest = requirements.file_digest
 FORMAT = 1
 TAIL_LINES = 25
 END_S = 10.0  # for what was killed to be gone; a disk that hangs may hold it
+INFINIBAND = "/dev/infiniband"
 
 # Prints what decides whether compiled packages of one interpreter work with another.
 _PROBE = """
@@ -448,6 +449,7 @@ def run_in_container(program: Sequence[str], *, terminal: bool = False) -> None:
         marker=config["marker"],
         node=node,
         user=(os.getuid(), os.getgid()),
+        devices=[INFINIBAND] if os.path.isdir(INFINIBAND) else [],  # without it NCCL goes over Ethernet
         terminal=terminal,
     )
     environ.pop("VIRTUAL_ENV", None)

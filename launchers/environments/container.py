@@ -64,12 +64,14 @@ def run_argv(
     marker: str,
     node: int,
     user: tuple[int, int],
+    devices: Sequence[str] = (),
     terminal: bool = False,
 ) -> list[str]:
     """The command line that runs *program* in a container.
 
     *spec* is the ``environment`` of ``agent.json`` (``runtime``, ``image``, ``options``, ``mounts``, ``gpus``);
-    *variables* are names, *mounts* directories that keep their paths, *user* is ``(uid, gid)``.
+    *variables* are names, *mounts* directories that keep their paths, *devices* those that
+    go in beside GPUs (apptainer has all), *user* is ``(uid, gid)``.
     """
     runtime = str(spec["runtime"])
     own = [f"{path}:{path}" for path in _outermost(mounts)]
@@ -91,6 +93,7 @@ def run_argv(
     argv += ["--user", f"{user[0]}:{user[1]}", "--workdir", workdir]
     if spec.get("gpus"):
         argv += ["--device", "nvidia.com/gpu=all"] if runtime == "podman" else ["--gpus", "all"]
+    argv += [word for device in devices for word in ("--device", device)]
     argv += [word for mount in (*own, *given) for word in ("--volume", mount)]
     argv += [word for variable in variables for word in ("--env", variable)]
     argv += ["--env", f"HOME={home}"]

@@ -32,7 +32,7 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-def render(spec: dict[str, Any], uid: int = 1000) -> list[str]:
+def render(spec: dict[str, Any], uid: int = 1000, **options: Any) -> list[str]:
     environ = [
         "PATH",
         "HOME",
@@ -55,7 +55,17 @@ def render(spec: dict[str, Any], uid: int = 1000) -> list[str]:
         marker="orc-digits-k3f9a2-a1",
         node=0,
         user=(uid, uid),
+        **options,
     )
+
+
+@pytest.mark.parametrize("runtime", ["docker", "podman"])
+def test_infiniband_and_the_right_to_pin_memory_go_into_the_container(runtime: str) -> None:
+    argv = render(SPECS[runtime], devices=["/dev/infiniband"])
+    assert argv[argv.index("/dev/infiniband") - 1] == "--device"
+    assert argv.index("/dev/infiniband") < argv.index("--entrypoint")
+    assert ("memlock=-1" if runtime == "docker" else "host") in argv
+    assert "/dev/infiniband" not in render(SPECS["apptainer"], devices=["/dev/infiniband"])
 
 
 def lines(name: str) -> str:
