@@ -27,9 +27,9 @@ class HostSpeed:
 
     name: str
     latency_us: float  # of an all-reduce of 4 bytes, median
-    mb_s: float  # bus bandwidth of an all-reduce of 16 MiB, in megabytes per second
+    mb_s: float  # bus bandwidth of an all-reduce of 16 MiB (256 MiB over GPUs), in megabytes per second
     best_mb_s: float  # with the peer it gets on best with
-    gflops: float  # matrix product, one thread (or one GPU)
+    gflops: float  # matrix product, one thread (or the slowest of its GPUs)
 
 
 def run_all_reduce(

@@ -22,8 +22,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-BIG = 16 << 20  # bytes of the bandwidth probe
-PAIR = 1 << 20
+# On a CPU and on a GPU, where less would measure how fast work is launched: bytes of the bandwidth probe and of that of
+# pairs, and the side of the matrices.
+SIZES = {"cpu": (16 << 20, 1 << 20, 512), "cuda": (256 << 20, 64 << 20, 8192)}
 ROUNDS = 15  # of pairs, at most
 TIMEOUT = datetime.timedelta(seconds=30)
 ARRIVAL = datetime.timedelta(seconds=80)  # importing torch takes long from a cold disk, or beside other programs
@@ -45,6 +46,29 @@ def addresses() -> list[str]:
     """Return the addresses of this host: that of the SSH connection first, and the loopback's last."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return list(dict.fromkeys([*connection[2:3], *reachable_addresses(), "127.0.0.1"]))
+
+
+def places(torch: Any, device: Any) -> list[Any]:
+    """Return every device of this host of the kind of *device*."""
+    if device.type != "cuda":
+        return [device]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def multiply(torch: Any, device: Any, side: int) -> float:
+    """Return the speed of a matrix product on *device* in GFLOP/s, undisturbed. Exits for one that cannot do it."""
+    times = []
+    try:
+        square = torch.ones(side, side, device=device)
+        for _ in range(15):
+            began = time.perf_counter()
+            square = square @ square / side
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+    except RuntimeError as error:
+        sys.exit(f"{device}: {str(error).splitlines()[0]}")
+    return float(2 * side**3 / min(times) / 1e9)
 
 
 def main() -> None:
@@ -82,6 +106,7 @@ def main() -> None:
         if not os.path.isdir("/sys/class/infiniband"):  # NCCL finds that by itself
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without = any that begins so
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+    big_bytes, pair_bytes, side = SIZES[device.type]
     store.set(f"here {rank}", "")
     store.wait([f"here {other}" for other in range(world)], ARRIVAL)
     store.set_timeout(TIMEOUT)
@@ -101,7 +126,7 @@ def main() -> None:
             times.append(time.perf_counter() - began)
         return float(sorted(times)[count // 2])
 
-    small, big = torch.ones(1, device=device), torch.ones(BIG // 4, device=device)
+    small, big = torch.ones(1, device=device), torch.ones(big_bytes // 4, device=device)
     dist.all_reduce(small)  # connects
     latency = timed(lambda: dist.all_reduce(small), 20)
     took = torch.tensor([timed(lambda: dist.all_reduce(big), 1)], device=device)
@@ -110,9 +135,9 @@ def main() -> None:
     slowest = float(took)
     speed_s = slowest if slowest > 1.0 else timed(lambda: dist.all_reduce(big), 3)
     # What goes over each network interface per second: the usual "bus bandwidth".
-    speed = BIG * 2 * (world - 1) / max(1, world) / speed_s / 1e6
+    speed = big_bytes * 2 * (world - 1) / max(1, world) / speed_s / 1e6
     pairs = {}
-    piece = torch.ones(PAIR // 4, device=device)
+    piece = torch.ones(pair_bytes // 4, device=device)
     for turn in range(min(ROUNDS, world + world % 2 - 1)):
         other = partner(rank, world, turn)
         dist.all_reduce(small)  # all begin together
@@ -128,9 +153,8 @@ def main() -> None:
                 dist.send(piece, other)
 
         exchange()
-        pairs[str(other)] = 2 * PAIR / min(timed(exchange, 1) for _ in range(5)) / 1e6  # undisturbed
-    square = torch.ones(512, 512, device=device)
-    gflops = 2 * 512**3 / min(timed(lambda: square @ square, 1) for _ in range(15)) / 1e9  # undisturbed
+        pairs[str(other)] = 2 * pair_bytes / min(timed(exchange, 1) for _ in range(5)) / 1e6  # undisturbed
+    gflops = min(multiply(torch, place, side) for place in places(torch, device))
     dist.barrier()
     dist.destroy_process_group()
     result = {"rank": rank, "latency_us": latency * 1e6, "mb_s": speed, "pairs": pairs, "gflops": gflops}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from orc.launchers.errors import BackendError
 from orc.launchers.hosts import all_reduce, ports
 from orc.launchers.hosts.all_reduce import HostSpeed
-from orc.launchers.hosts.all_reduce_probe import partner
+from orc.launchers.hosts.all_reduce_probe import multiply, partner, places
 from orc.launchers.hosts.ports import BlockedConnection, failed_hosts, find_blocked_pairs, peers_of
 from orc.launchers.remote.programs import Program, source
 from orc.launchers.remote.transport import LocalTransport, Process
@@ -50,6 +52,7 @@ class Deaf(LocalTransport):
         text = text.replace('server.getsockname()[1], "addresses"', '1, "addresses"')
         address = "reachable_addresses = lambda *_: ['127.0.0.1']"  # the text runs by itself
         text = text.replace("from orc.launchers.agent.network import reachable_addresses", address)
+        text = text.replace("from orc.launchers.agent.gpus import gpu_count", "")
         text = text.replace("poll.register(server, select.POLLIN)", "") + "\nmain()\n"
         return super().stream((options["python"], "-I", "-S", "-c", text, *arguments), timeout_s=options["timeout_s"])
 
@@ -126,3 +129,31 @@ def test_a_slow_host_is_named_among_at_least_three() -> None:
     assert found[0].what == "its network is slow: 90 MB/s at best, the median host has 1000"
     assert found[1].what == "it computes slowly: 10 GFLOP/s, the median host does 80"
     assert all_reduce.find_slow_hosts(speeds[:2]) == []
+
+
+class Torch:
+    """A torch with three GPUs, of which one may be ill."""
+
+    def __init__(self, ill: int | None = None) -> None:
+        self.tried: list[int] = []
+        self.ill = ill
+        self.cuda = SimpleNamespace(device_count=lambda: 3, synchronize=lambda device: None)
+
+    def device(self, kind: str, index: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(type=kind, index=index)
+
+    def ones(self, *shape: int, device: SimpleNamespace) -> torch.Tensor:
+        self.tried.append(device.index)
+        if device.index == self.ill:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nmore")
+        return torch.ones(2, 2)
+
+
+def test_every_gpu_of_a_host_is_tried() -> None:
+    double = Torch()
+    found = places(double, double.device("cuda"))
+    assert [multiply(double, device, 2) > 0 for device in found] == [True] * 3
+    assert double.tried == [0, 1, 2]
+    assert len(places(double, double.device("cpu"))) == 1
+    with pytest.raises(SystemExit, match=r"uncorrectable ECC error encountered$"):
+        multiply(Torch(ill=1), found[1], 2)
