@@ -109,6 +109,9 @@ def claim_gpu(store: Store, launch: LaunchEnvironment, device: torch.device, uui
 
 
 def _cuda_index(launch: LaunchEnvironment, count: int) -> int:
+    own = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # maybe behind the GPUs' type
+    if launch.platform == "slurm" and own == str(count):
+        return 0  # each task sees its own, which may be several
     if launch.local_rank < count:
         return launch.local_rank
     if count == 1:

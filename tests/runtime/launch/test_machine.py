@@ -15,6 +15,7 @@ from orc.runtime.core.errors import LaunchError
 from orc.runtime.launch import numa
 from orc.runtime.launch.device import claim_gpu, select_device
 from orc.runtime.launch.environment import JobFacts, LaunchEnvironment
+from orc.runtime.parallel.precision.bf16 import PRECISION
 
 
 def test_the_gpu_of_a_mac_is_for_one_process(monkeypatch, recwarn):
@@ -62,6 +63,32 @@ def test_a_rank_that_sees_some_of_the_gpus_takes_its_own_or_refuses(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     with pytest.raises(LaunchError, match="asks for 64 GPUs on each node, and this process can use 8"):
         select_device(asking(64, nproc=64))
+
+
+def test_a_task_of_slurm_with_several_gpus_of_its_own_takes_the_first(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    tasks = [LaunchEnvironment("slurm", rank, 4, rank, 4) for rank in range(4)]
+    for given in ("2", "a100:2"):
+        monkeypatch.setenv("SLURM_GPUS_PER_TASK", given)
+        assert [select_device(task).index for task in tasks] == [0, 0, 0, 0]
+    monkeypatch.delenv("SLURM_GPUS_PER_TASK")
+    with pytest.raises(LaunchError, match="local rank 2 of 4 processes on this machine has no GPU"):
+        select_device(tasks[2])
+
+
+def test_bf16_that_a_gpu_emulates_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    emulates = True
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation and emulates
+    )
+    ctx = types.SimpleNamespace(device=torch.device("cuda", 0), is_local_main=True)
+    with pytest.warns(UserWarning, match="Tesla T4 has no bfloat16 and emulates it.*fp16 is fast there"):
+        PRECISION().check(ctx)
+    emulates = False
+    with pytest.raises(LaunchError, match="needs a newer GPU than Tesla T4; use fp16"):
+        PRECISION().check(ctx)
 
 
 def test_two_ranks_on_one_gpu_are_refused_before_nccl_meets_them():
