@@ -127,7 +127,7 @@ def default_command(
     A file that is there stays as it is.
     """
     from orc.launchers.accelerate.defaults import basic_config, write_config
-    from orc.launchers.hosts.probe import gpu_count
+    from orc.launchers.agent.gpus import gpu_count
 
     config_file, force, as_json = _inherit(ctx, config_file, force, as_json)
     path = _target(config_file)

@@ -53,8 +53,8 @@ def command(
 
 
 def _here(nproc: int | None, cpu: bool, as_json: bool) -> int:
+    from orc.launchers.agent.gpus import gpu_count
     from orc.launchers.foreground.launch import LocalLaunch, launch
-    from orc.launchers.hosts.probe import gpu_count
     from orc.orchestrator.cli.ui.output import echo_json, stdout_to_stderr
     from orc.runtime.core.config import to_env
 

@@ -239,3 +239,23 @@ def test_the_examples_of_the_reference_run(run_ranks):
     losses = [float(line.rsplit(" ", 1)[1]) for line in first[0].splitlines()]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.distributed
+def test_ranks_with_a_gpu_each_go_on_to_their_group_over_the_store_in_which_they_noted_it(run_ranks):
+    def meet():
+        import torch.distributed as dist
+
+        from orc.runtime.launch import process_group
+        from orc.runtime.launch.device import claim_gpu
+        from orc.runtime.launch.environment import detect
+
+        launch = detect(os.environ)
+        store = process_group._store_at("env://", launch, None)
+        claim_gpu(store, launch, torch.device("cuda", 0), f"uuid-{launch.rank}")
+        dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.world_size)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    assert run_ranks(2, meet) == [2.0, 2.0]

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
+from orc.launchers.agent.gpus import gpu_count
 from orc.launchers.agent.procfs import marked_processes, process_start
 from orc.launchers.agent.records import read_json
 from orc.launchers.agent.variables import without_own
 from orc.launchers.backends.base import Cause, Handle, Phase, Snapshot
 from orc.launchers.backends.local.backend import LocalBackend, _python_problem
 from orc.launchers.errors import BackendError, NoRoom
-from orc.launchers.hosts.probe import gpu_count
 from orc.launchers.ids import AttemptId
 from orc.launchers.layout import Layout
 from orc.launchers.plan import Plan
