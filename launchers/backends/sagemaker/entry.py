@@ -100,7 +100,7 @@ def sagemaker_variables(
     }
     variables = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     if interface:
-        variables.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
+        variables.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}")
     return variables
 
 

@@ -44,7 +44,7 @@ def test_the_documented_variables_are_derived_from_the_files_of_the_container() 
         "SM_HP_NAME": "a b",
         "SM_HP_TAGS": '["x"]',
         "GLOO_SOCKET_IFNAME": "eth0",
-        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "=eth0",
     }
     assert {name: found[name] for name in expected} == expected
     assert json.loads(found["SM_HPS"]) == {"epochs": 3, "lr": 0.1, "use-cuda": True, "name": "a b", "tags": ["x"]}
