@@ -14,7 +14,7 @@ from orc.launchers.agent.errors import LaunchFailure
 from orc.launchers.agent.link.channel import tls_context
 from orc.launchers.agent.link.process import Link
 from orc.launchers.agent.network import Port
-from orc.launchers.backends.sagemaker.entry import restart_of_hub
+from orc.launchers.containers.program import restart_of_hub
 
 from .conftest import TOKEN, until
 
