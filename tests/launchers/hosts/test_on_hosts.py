@@ -14,8 +14,8 @@ from orc.launchers.hosts.diagnostics import HostDiagnostics, diagnose_hosts
 pytestmark = pytest.mark.hosts
 
 
-def transports(hosts: Any, *names: str) -> dict[str, Any]:
-    return open_transports(hosts.cluster(connect_timeout=10), names or None)
+def transports(hosts: Any) -> dict[str, Any]:
+    return open_transports(hosts.cluster(connect_timeout=10))
 
 
 def examined(hosts: Any, **options: Any) -> HostDiagnostics:
