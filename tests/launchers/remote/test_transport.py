@@ -42,7 +42,7 @@ def there(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[There]:
         yield There(LocalTransport(), str(tmp_path), tmp_path)
         return
     hosts = request.getfixturevalue("hosts")
-    transport = open_transports(hosts.cluster(), ["node1"])["node1"]
+    transport = open_transports(hosts.cluster(hosts=["node1"]))["node1"]
     transport.mkdir("/home/trainer/work")
     yield There(transport, "/home/trainer/work", hosts.home("node1") / "work")
     transport.close()
