@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Literal
 
+from orc.launchers.errors import SpecError
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
 
@@ -66,8 +68,10 @@ class QueuedJob:
     job: str = ""  # id of its job; that of the marker unless given
 
     def __post_init__(self) -> None:
+        # In the queue, an element of an array has the array's name; its own marker comes later.
         if not self.job:
-            object.__setattr__(self, "job", AttemptId.from_marker(self.marker).job)
+            with contextlib.suppress(SpecError):
+                object.__setattr__(self, "job", AttemptId.from_marker(self.marker).job)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ slurm_load_jobs error: something
         ),
         QueuedJob("orc-c-000000-a1", "14", "RUNNING", "gpu", 1, "", 1.6e9),
     ]
+
+
+def test_an_element_of_an_array_is_of_no_job_until_its_marker_is_known() -> None:
+    (row,) = parse_expected("7_3|orc-array-71bfa4d3577d86ec|PENDING|cpu|1|N/A|JobArrayTaskLimit")
+    assert (row.native_id, row.job) == ("7_3", "")
+    assert replace(row, marker="orc-a-000000-a1").job == "a-000000"
 
 
 def facts(**more: Any) -> ClusterFacts:
