@@ -55,7 +55,14 @@ def bucket():
 
 
 def context(**changes):
-    facts = {"rank": 0, "world_size": 1, "is_main": True, "is_local_main": True, "compute": TORCH}
+    facts = {
+        "rank": 0,
+        "world_size": 1,
+        "is_main": True,
+        "is_local_main": True,
+        "compute": TORCH,
+        "device": torch.device("cpu"),
+    }
     return SimpleNamespace(**facts | changes)
 
 
