@@ -1,6 +1,7 @@
 """Run the programs of this folder in 1 and 2 processes: ``python run.py reference|orc FOLDER [PROGRAM ...]``.
 
-What they return is in FOLDER/results.json, by number of processes and program.
+What they return is in FOLDER/results.json, by number of processes and program. With ACCELERATE_USE_CPU=true they run on
+the CPU, else in one process on the GPU.
 
 Importing the libraries costs seconds, so one process imports them and forks the ranks.
 """
@@ -21,6 +22,9 @@ TRAINER += ("classification", "automatic_batch_size", "fsdp", "deepspeed")
 SEQUENCES = "with_trainer.sequences"  # which the reference cannot compute without a GPU
 TRAINER = (*(f"with_trainer.{name}" for name in TRAINER), SEQUENCES)
 ALONE = ("with_device_maps.from_pretrained", "with_device_maps.lora", "with_device_maps.by_hand")  # one process each
+ON_GPU = os.environ.get("ACCELERATE_USE_CPU") != "true"
+if ON_GPU:
+    ALONE += ("with_device_maps.on_gpu",)
 
 
 def rank_of(rank, size, port, folder, programs):
@@ -94,7 +98,7 @@ def main():
     gc.collect()
     gc.freeze()  # the libraries' objects: each collection of a rank took longer than its training
     results = {}
-    for size, names in ((1, programs), (2, both)):
+    for size, names in ((1, programs),) if ON_GPU else ((1, programs), (2, both)):
         results[size] = {}
         for number, few in enumerate(([n for n in names if n not in TRAINER], [n for n in names if n in TRAINER])):
             results[size] |= run(size, folder / f"{size}-{number}", few) if few else {}

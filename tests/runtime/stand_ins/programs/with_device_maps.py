@@ -46,10 +46,11 @@ def _places(model: torch.nn.Module) -> dict[str, str]:
     return {name: str(place) for name, place in getattr(model, "hf_device_map", {}).items()}
 
 
-def _run(model: Any) -> dict[str, Any]:
+def _run(model: Any, device: str = "cpu") -> dict[str, Any]:
+    ids = IDS.to(device)
     with torch.no_grad():
-        logits = model(input_ids=IDS).logits
-    words = model.generate(input_ids=IDS, max_new_tokens=5, do_sample=False)
+        logits = model(input_ids=ids).logits
+    words = model.generate(input_ids=ids, max_new_tokens=5, do_sample=False)
     return {"logits": logits.sum().item(), "first": logits[0, -1, :4].tolist(), "words": words.tolist()}
 
 
@@ -125,3 +126,20 @@ def by_hand(place: str) -> dict[str, Any]:
         "spread": _run(spread),
         "files": len(list((folder / "other").glob("*.dat"))),
     }
+
+
+def on_gpu(place: str) -> dict[str, Any]:
+    """Spread a model over the GPU, the CPU and the disk, with an adapter, and generate; the same all on the GPU."""
+    folder = Path(place) / "on_gpu"
+    _saved(folder / "model")
+    places = {name: 0 if where == "cpu" else where for name, where in PLACES.items()}
+    places |= {"model.layers.1": "cpu"}
+    torch.manual_seed(1)
+    spread = LlamaForCausalLM.from_pretrained(
+        folder / "model", device_map=places, offload_folder=folder / "away", dtype="float32"
+    ).eval()
+    found = {"spread": _run(spread, "cuda"), "places": _places(spread)}
+    automatic = LlamaForCausalLM.from_pretrained(folder / "model", device_map="auto", dtype="float32").eval()
+    found |= {"auto": _places(automatic), "whole": _run(automatic, "cuda")}
+    model = get_peft_model(automatic, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    return {**found, "adapted": _run(model, "cuda")}

@@ -1,5 +1,7 @@
 """LoRA adapters of peft, trained by the Trainer and by a loop written with an Accelerator."""
 
+import os
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, is_peft_model, set_seed
@@ -27,7 +29,7 @@ def trainer(folder):
         logging_steps=1,
         save_steps=4,
         report_to=[],
-        use_cpu=True,
+        use_cpu=os.environ.get("ACCELERATE_USE_CPU") == "true",
         disable_tqdm=True,
         learning_rate=1e-2,
     )

@@ -61,7 +61,7 @@ def classifier() -> BertForSequenceClassification:
 def arguments(folder: str, **more: Any) -> TrainingArguments:
     settings = {
         "output_dir": folder,
-        "use_cpu": True,
+        "use_cpu": os.environ.get("ACCELERATE_USE_CPU") == "true",
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 4,
         "max_steps": 6,
