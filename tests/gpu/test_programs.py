@@ -1,4 +1,4 @@
-"""Transformers' Trainer, peft and device maps on a GPU: with the stand-in they give the numbers of the reference package."""
+"""Transformers' Trainer, peft and device maps on a GPU: the stand-in gives the numbers of the reference package."""
 
 import json
 import os
