@@ -125,7 +125,7 @@ def _meet(
     options: dict[str, Any] = {"backend": opened}
     if timeout is not None:
         options["timeout"] = timeout
-    if device.type == "cuda":
+    if device.type == "cuda" and backend != "gloo":  # a group of gloo is bound to no device
         options["device_id"] = device
     if init_method is None:
         # torchrun's agent hosts the store itself; env:// is what knows how to join it.
