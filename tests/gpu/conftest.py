@@ -125,6 +125,7 @@ def orc_command(tmp_path):
     except ImportError as error:
         pytest.skip(f"orc's own commands need more than torch: no {error.name}")
     env = {**os.environ, "ORC_STATE_DIR": str(tmp_path / "state"), "ORC_CONFIG_DIR": str(tmp_path / "config")}
+    env |= {"ORC_RECONCILER": "off", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     return [sys.executable, "-m", "orc.orchestrator.cli.main"], env
 
 

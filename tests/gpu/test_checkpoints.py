@@ -1,5 +1,8 @@
 """Checkpoints of what is on a device: its random numbers, saving beside training, staging in pinned memory."""
 
+import shutil
+import time
+
 import pytest
 import torch
 
@@ -87,6 +90,59 @@ def test_staged_tensors_are_independent_and_tied_ones_stay_tied(device):
     assert copy["a"].data_ptr() == copy["tied"].data_ptr()
     assert copy["half"].dtype == torch.bfloat16
     assert all(one.device.type == "cpu" for one in copy.values())
+
+
+@pytest.mark.cuda_only
+def test_a_checkpoint_of_eight_gigabytes_is_what_was_trained(device, tmp_path, form, figure):
+    free = min(torch.cuda.mem_get_info(device)[0] // 2, shutil.disk_usage(tmp_path).free // 3, 8_100_000_000)
+    width = 8192
+    layers = free // (3 * 4 * width * width)  # weights and Adam's two moments
+    if layers < 1:
+        pytest.skip("there is no room for a layer on the GPU, or on the disk")
+    accelerator = Accelerator()
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, device=device) for _ in range(layers)))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+
+    def train():
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+
+    train()
+    size = 3 * sum(parameter.nbytes for parameter in model.parameters())
+    wanted = [parameter.detach()[:2].clone() for parameter in model.parameters()]
+    figure("checkpoint", size / 1e9, "GB")
+    for number, kind in enumerate(("first", "second")):
+        pinned = _pinned()
+        began = time.perf_counter()
+        accelerator.save_state(tmp_path / f"c{number}", block=False, **form)
+        torch.cuda.synchronize()
+        stalled = time.perf_counter()
+        train()
+        accelerator.wait_for_checkpoint()
+        figure(f"{kind} save beside training: training waits", 1000 * (stalled - began), "ms")
+        figure(f"{kind} save beside training: until it is on disk", time.perf_counter() - began, "s")
+        figure(f"{kind} save beside training: pinned memory more", (_pinned() - pinned) / 1e9, "GB")
+        if number == 0:
+            began = time.perf_counter()
+            accelerator.load_state(tmp_path / "c0")
+            torch.cuda.synchronize()
+            figure("load", time.perf_counter() - began, "s")
+            found = [parameter.detach()[:2] for parameter in model.parameters()]
+            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        shutil.rmtree(tmp_path / f"c{number}")
+    began = time.perf_counter()
+    accelerator.save_state(tmp_path / "b", **form)
+    figure("save that training waits for", time.perf_counter() - began, "s")
+    shutil.rmtree(tmp_path / "b")
+
+
+def _pinned():
+    """Bytes of host memory that torch has pinned in this process."""
+    stats = torch.cuda.host_memory_stats() if hasattr(torch.cuda, "host_memory_stats") else {}
+    return stats.get("allocated_bytes.current", 0)
 
 
 @pytest.mark.cuda_only

@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
 
-from orc.runtime import Accelerator, FullyShardedDataParallelPlugin
+from orc.runtime import Accelerator, AcceleratorState, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from orc.runtime.collectives.exchange import all_gather_flat
 
 
@@ -27,6 +28,41 @@ def test_a_mesh_opens_a_group_for_the_device_and_for_the_cpu(device):
     assert found == ["here"]
     accelerator.end_training()
     assert not dist.is_initialized()
+
+
+def test_a_mesh_of_two_dimensions_has_a_group_along_each(device):
+    accelerator = Accelerator()
+    topology = accelerator.ctx.set_topology({"dp_shard": 1, "tp": 1}, by="test")
+    assert topology.mesh.mesh_dim_names == ("dp_shard", "tp")
+    for name in ("dp_shard", "tp"):
+        for place in {device, torch.device("cpu")}:
+            total = torch.ones(4, device=place)
+            dist.all_reduce(total, group=topology.mesh.get_group(name))
+            assert total.tolist() == [1.0] * 4
+    accelerator.end_training()
+
+
+@pytest.mark.cuda_only
+def test_loaders_and_steps_work_in_a_group_that_the_script_opened_with_nccl_alone(device):
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        rows = torch.arange(24.0).reshape(12, 2)
+
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter(rows)
+
+        for dispatch in (False, True):
+            AcceleratorState._reset_state(reset_partial_state=True)
+            accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch or None))
+            for given in (DataLoader(rows, batch_size=4, shuffle=True), DataLoader(Stream(), batch_size=4)):
+                batches = list(accelerator.prepare(given))
+                assert all(batch.device == device for batch in batches)
+                assert torch.equal(torch.cat(batches).sum(0).cpu(), rows.sum(0))
+        model = accelerator.prepare(torch.nn.Linear(2, 2))
+        accelerator.backward(model(batches[0]).sum())
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.cuda_only
@@ -96,4 +132,28 @@ def test_a_model_that_prepare_shards_trains_like_a_whole_one(device, version, of
         by_hand.zero_grad()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
         assert float(norm) == pytest.approx(float(wanted), rel=1e-4)
+    accelerator.end_training()
+
+
+def test_a_compiled_model_that_is_sharded_trains_like_a_whole_one(device, compiler):
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin, dynamo_backend=compiler)
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).to(device)
+    model = copy.deepcopy(whole)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    by_hand = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(device)
+    for _ in range(5):
+        loss = model(inputs).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = whole(inputs).square().mean()
+        expected.backward()
+        by_hand.step()
+        by_hand.zero_grad()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
     accelerator.end_training()

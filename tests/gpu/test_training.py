@@ -1,6 +1,8 @@
 """Training on a device: placement, precision, the loss scale, compiling, metrics, memory."""
 
 import copy
+import json
+import time
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from orc.runtime import (
     DataLoaderConfiguration,
     GradScalerKwargs,
     ProfileKwargs,
+    TorchDynamoPlugin,
     find_executable_batch_size,
     get_max_memory,
     release_memory,
@@ -222,3 +225,147 @@ def test_the_profiler_sees_kernels(device, tmp_path):
 def test_the_memory_of_the_device_is_known(device):
     free = get_max_memory()
     assert 0 < free[device.index] <= torch.cuda.mem_get_info(device)[1]
+
+
+def test_memory_stays_what_it_was_after_the_first_steps(device, allocated):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = network()
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters()), DataLoader(samples(), batch_size=16)
+    )
+    taken = []
+    for _ in range(50):
+        for inputs, wanted in loader:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.mse_loss(model(inputs), wanted)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.gather_for_metrics(loss.detach())
+        taken.append(allocated())
+    assert len(taken) == 50
+    assert max(taken[5:]) == min(taken[5:])
+
+
+@pytest.mark.cuda_only
+def test_a_run_opens_no_context_on_another_device(device):
+    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    if not others:
+        pytest.skip("there is one device")
+    train(Accelerator(), network(), 4, clip=1.0)
+    assert [torch._C._cuda_hasPrimaryContext(index) for index in others] == [False] * len(others)
+
+
+# ---- CUDA graphs, while a thread beside them writes metrics
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Lines of ``metrics.jsonl``, which this test's run writes as often as it can, once the run has ended."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ORC_METRICS", "1")
+    monkeypatch.setenv("ORC_METRICS_INTERVAL_S", "0.05")
+    return lambda: [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.cuda_only
+def test_a_step_that_is_captured_beside_metrics_replays(device, measured):
+    accelerator = Accelerator()
+    model = network()
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.05), DataLoader(samples(), batch_size=16, pin_memory=True)
+    )
+    inputs, wanted = torch.zeros(16, 8, device=device), torch.zeros(16, 1, device=device)
+
+    def forward_and_backward():
+        loss = torch.nn.functional.mse_loss(model(inputs), wanted)
+        accelerator.backward(loss)
+        return loss
+
+    def captured():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                optimizer.zero_grad()
+                forward_and_backward()
+        torch.cuda.current_stream().wait_stream(side)
+        optimizer.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = forward_and_backward()
+            began = time.monotonic()
+            while time.monotonic() < began + 0.06:  # the thread looks at the run meanwhile
+                pass
+        return graph, loss
+
+    losses = []
+    while len(losses) < 50:
+        for rows, targets in loader:
+            inputs.copy_(rows)
+            wanted.copy_(targets)
+            if len(losses) < 20:
+                graph, loss = captured()
+            graph.replay()
+            optimizer.step()
+            losses.append(loss.item())
+    accelerator.end_training()
+    assert losses[:50] == pytest.approx(by_hand(device, network(), 50), rel=1e-3)
+    assert measured()
+
+
+@pytest.mark.cuda_only
+def test_a_model_that_is_compiled_to_cuda_graphs_learns_beside_metrics(device, compiler, measured):
+    accelerator = Accelerator(dynamo_plugin=TorchDynamoPlugin(backend=compiler, mode="reduce-overhead"))
+    losses = train(accelerator, network(), 50)
+    accelerator.end_training()
+    assert losses == pytest.approx(by_hand(device, network(), 50), rel=1e-3)
+    assert measured()
+
+
+# ---- figures, which no test compares with anything
+
+
+@pytest.mark.cuda_only
+def test_a_step_costs_no_more_launches_than_one_by_hand(device, figure):
+    accelerator = Accelerator()
+    model, twin = network(), network().to(device)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    by_hand = torch.optim.AdamW(twin.parameters())
+    inputs = samples().tensors[0].to(device)
+
+    def prepared_step():
+        accelerator.backward(model(inputs).square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def plain_step():
+        twin(inputs).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        by_hand.step()
+        by_hand.zero_grad()
+
+    def launches(step):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            step()
+            torch.cuda.synchronize()
+        return sum(event.device_type.name == "CUDA" for event in profiler.events())
+
+    taken: dict[str, list[float]] = {"orc": [], "by hand": []}
+    for _ in range(5):
+        for name, step in (("orc", prepared_step), ("by hand", plain_step)):
+            step()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(100):
+                step()
+            torch.cuda.synchronize()
+            taken[name].append((time.perf_counter() - began) / 100)
+    for name, times in taken.items():
+        figure(f"a step of a tiny model, {name}", 1e6 * sorted(times)[2], "us")
+    mine, theirs = launches(prepared_step), launches(plain_step)
+    figure("kernels of such a step, orc", mine, "")
+    figure("kernels of such a step, by hand", theirs, "")
+    assert mine <= theirs

@@ -25,7 +25,9 @@ def samples(count=96):
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 8), nn.LayerNorm(8), nn.Linear(8, 1)
+    )
 
 
 class Rows(IterableDataset):
