@@ -42,6 +42,7 @@ class _Rank:
     answers: Connection
     outputs: tuple[Connection, ...]
     answer: tuple[str, Any] | None = None
+    gone: bool = False  # without an answer, and by itself; a large process takes seconds to end
     stopped: bool = False  # by the parent, not by itself
 
 
@@ -154,10 +155,11 @@ def _watch(ranks: Sequence[_Rank], timeout_s: float | None, interval_s: float, p
             rank = waiting.pop(ready)
             with contextlib.suppress(EOFError, ConnectionResetError):
                 rank.answer = ready.recv()
+            rank.gone = rank.answer is None
             failed |= rank.answer is None or rank.answer[0] == "error"
         for rank in [rank for rank in waiting.values() if not rank.process.is_alive() and not rank.answers.poll()]:
             del waiting[rank.answers]  # its own children may keep the pipe open
-            failed = True
+            rank.gone = failed = True
         if failed:
             soon = time.monotonic() + _AFTER_FAILURE_S
             deadline = soon if deadline is None else min(deadline, soon)
@@ -210,7 +212,7 @@ def _end(ranks: Sequence[_Rank]) -> None:
         if rank.answer is not None:
             with contextlib.suppress(OSError):
                 rank.answers.send("leave")  # nobody closes a connection that others still use
-        elif rank.process.is_alive():
+        elif not rank.gone and rank.process.is_alive():
             rank.stopped = True
             rank.process.terminate()
     deadline = time.monotonic() + _GRACE_S

@@ -88,6 +88,18 @@ def test_the_failing_rank_comes_first_with_its_traceback_and_one_that_is_killed_
     assert time.monotonic() - began < 60
 
 
+def test_ranks_that_take_seconds_to_die_are_named_by_what_ended_them():
+    def dies_slowly():
+        os.closerange(3, 256)  # as the kernel does first, before it takes the memory of a GPU apart
+        time.sleep(3)
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with pytest.raises(
+        RankFailure, match=r"^--- rank 0\nit was ended by SIGSEGV\n--- rank 1\nit was ended by SIGSEGV$"
+    ):
+        debug_launcher(dies_slowly)
+
+
 def test_ranks_are_started_again_after_a_failure_as_often_as_was_asked_for(tmp_path, capfd):
     def train():
         Accelerator()

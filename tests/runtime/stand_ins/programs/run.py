@@ -1,7 +1,7 @@
 """Run the programs of this folder in 1 and 2 processes: ``python run.py reference|orc FOLDER [PROGRAM ...]``.
 
 What they return is in FOLDER/results.json, by number of processes and program. With ACCELERATE_USE_CPU=true they run on
-the CPU, else in one process on the GPU.
+the CPU, else in this process on the GPU: Trainer's or the others.
 
 Importing the libraries costs seconds, so one process imports them and forks the ranks.
 """
@@ -50,6 +50,9 @@ def run(size, folder, programs):
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
+    if ON_GPU:  # which cannot be used in a fork of a process that has used it
+        rank_of(0, 1, port, folder, programs)
+        return json.loads((folder / "results.json").read_text())
     children = []
     for rank in range(size):
         child = os.fork()
