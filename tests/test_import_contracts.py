@@ -269,3 +269,11 @@ def test_rooms_of_the_runtime_import_what_is_below_them() -> None:
     short = "orc.runtime."
     found = {name.removeprefix(short): {one.removeprefix(short) for one in above} for name, above in upward.items()}
     assert {name: above for name, above in found.items() if above} == UPWARD
+
+
+def test_checkpoints_ask_the_engine_for_its_own_state_and_import_none() -> None:
+    graph = import_graph("runtime", statements=import_statements)
+    engines = {name for name in graph if name.startswith("orc.runtime.engine.") and name != "orc.runtime.engine.base"}
+    for name in graph:
+        if name.startswith("orc.runtime.checkpoint."):
+            assert not graph[name] & engines, name

@@ -20,7 +20,7 @@ from orc.runtime.checkpoint.replication.meeting import attempt
 from orc.runtime.checkpoint.request import SaveRequest
 from orc.runtime.checkpoint.state import rng, strategy_named
 from orc.runtime.checkpoint.state.base import FULL, strategy_of, strategy_of_optimizer
-from orc.runtime.checkpoint.state.by_engine import engine_tasks, trained_engines, without_engines
+from orc.runtime.checkpoint.state.by_engine import engine_tasks, without_engines
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.storage.destination import Destination
 from orc.runtime.checkpoint.storage.durable import Hashing
@@ -55,9 +55,7 @@ def capture(
     tasks: dict[str, Task] = {}
     collected: list[Collected] = []
     # First, while all ranks are sure to come: engines wait for each other.
-    own, failure = attempt(
-        lambda: engine_tasks(trained_engines(prepared), request.engine_options, _pickle, stage is not None)
-    )
+    own, failure = attempt(lambda: engine_tasks(prepared, request.engine_options, _pickle, stage is not None))
     error = attempt(lambda: collected.append(_collect(context, prepared, request, destination)))[1] or failure
     if shards is not None:
         shards.agree(collected[0].sharded if collected else {}, error)

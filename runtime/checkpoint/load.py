@@ -16,12 +16,7 @@ from orc.runtime.checkpoint.format.manifest import Manifest
 from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
 from orc.runtime.checkpoint.state import fit, rng, strategy_named
 from orc.runtime.checkpoint.state.base import FULL, SHARDED, steps_parts
-from orc.runtime.checkpoint.state.by_engine import (
-    engine_problem,
-    load_engines,
-    trained_engines,
-    without_engines,
-)
+from orc.runtime.checkpoint.state.by_engine import engine_problem, own_state_of, without_engines
 from orc.runtime.checkpoint.state.placing import placed, read_state, unmapped, unpickle
 from orc.runtime.checkpoint.storage.copying import Copies
 from orc.runtime.checkpoint.verified import READ_PATIENCE_S, Verified, tell
@@ -59,13 +54,13 @@ def load(
     """
     directory, manifest = checked.directory, checked.manifest
     options = dict(model_options or {})
-    all_models, engines, prepared = prepared.models, trained_engines(prepared), without_engines(prepared)
+    everything, prepared = prepared, without_engines(prepared)
     states: dict[str, Any] = {}
     random_states: Any = None
     error: str | None = None
     with _not_awaited(meeting, "load_state (reading)"):
         try:
-            if (wrong := engine_problem(engines, manifest, context.world_size)) is not None:
+            if (wrong := engine_problem(everything, manifest)) is not None:
                 raise CheckpointError(f"{directory} does not fit what is prepared: {wrong}. Nothing was loaded")
             names = _names(prepared, manifest.files)
             _check_counterparts(directory, manifest, names)
@@ -85,12 +80,11 @@ def load(
             error = str(failure)
     # Hooks may load something by themselves: not before the rest is known to fit.
     meeting.hold("load_state (reading)", error, _agree, timeout_s=READ_PATIENCE_S)
-    modules = list(all_models)
+    modules = list(everything.models)
     models: list[PreparedModel] = []
     with _not_awaited(meeting, "load_state (checking)"):
         for hook in hooks:
             hook(modules, str(directory))
-        engines = [engine for engine in engines if any(engine is module for module in modules)]
         models = [one for one in records_of(prepared, modules) if one.layout is not Layout.OF_ENGINE]
         error = _error_of(lambda: _check_models(directory, manifest, models, options))
     tried = {
@@ -110,7 +104,8 @@ def load(
                     error = _error_of(partial(fit.load_tentatively, undo, name, model.bare, load_it))
         meeting.hold("load_state (trying)", error, _agree, timeout_s=READ_PATIENCE_S)
         undo.pop_all()
-    load_engines(engines, directory, options)
+    if (own := own_state_of(everything)) is not None:
+        own.load(directory, modules, options)
     with Copies() as copies:
         # What can be read straight into its place is, in threads; the rest goes the way of its kind.
         weights = _whole_weights(directory, manifest, models, map_location)

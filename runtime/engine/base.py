@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     import torch
     from torch import Tensor, nn
 
@@ -50,6 +53,35 @@ class Preparing(Protocol):
         ...
 
 
+class OwnState(Protocol):
+    """The part of a checkpoint that an engine lays out by itself: its models, with the optimizers and schedules that
+    these bring along. No file of `orc.runtime.checkpoint` holds them.
+    """
+
+    def covers(self, prepared: Any) -> bool:
+        """Return whether *prepared*, a model, an optimizer or a scheduler, belongs to this part."""
+        ...
+
+    def trained(self) -> Sequence[Any]:
+        """Return the models that train, in the order in which they were prepared; others have nothing to save."""
+        ...
+
+    def save(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what this rank writes, by file name: bytes as they are, and states to pickle. All ranks call it.
+
+        *options* are those of the library's own function that saves.
+        """
+        ...
+
+    def problem(self, files: Collection[str], world_size: int) -> str | None:
+        """Return why this run cannot load a checkpoint with *files* that *world_size* ranks saved."""
+        ...
+
+    def load(self, directory: Path, models: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """Load those of the trained *models* from *directory*. All ranks call it. Raises `CheckpointError`."""
+        ...
+
+
 class Engine(Protocol):
     """Owner of backward, steps, clipping, gradient synchronisation and the states of models and optimizers.
 
@@ -72,6 +104,11 @@ class Engine(Protocol):
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler, with the scale that the next backward will use; `None` where nothing is scaled."""
+        ...
+
+    @property
+    def own_state(self) -> OwnState | None:
+        """What it lays out in a checkpoint by itself; `None` where that is nothing."""
         ...
 
     def prepare(

@@ -34,6 +34,7 @@ class NativeEngine:
         self.prepared.engine = self
         self.events = Events()
         self.normalizer = LossNormalizer(ctx, self.prepared.trained_parameters)
+        self.own_state = None
         self._gradient = ctx.gradient
         self._scaler: torch.amp.GradScaler | None = self.prepared.scaler
         self._unscaled: set[int] = set()  # optimizers whose gradients are unscaled since the last update

@@ -20,7 +20,7 @@ from orc.runtime.core.prepared import Prepared, PreparedOptimizer
 from orc.runtime.engine.deepspeed import library, sequences
 from orc.runtime.engine.deepspeed.placeholders import DummyOptim, DummyScheduler
 from orc.runtime.engine.deepspeed.rules import Facts, check_combination, filled
-from orc.runtime.engine.deepspeed.states import consolidated
+from orc.runtime.engine.deepspeed.states import EngineStates, consolidated
 from orc.runtime.engine.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -54,9 +54,11 @@ class DeepSpeed:
         library.open_group_of_one(ctx)
         self.ctx = ctx
         self.prepared = Prepared() if prepared is None else prepared
+        self.prepared.engine = self
         self.prepared.scaler = None  # DeepSpeed scales by itself
         self.events = Events()
         self.normalizer = LossNormalizer(ctx, tuple)
+        self.own_state = EngineStates(self.prepared, ctx.world_size)
         self._gradient = ctx.gradient
         self._warned = False
 

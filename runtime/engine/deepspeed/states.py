@@ -1,23 +1,28 @@
 """States of what DeepSpeed trains: the whole weights, and the parts of a checkpoint that each rank writes.
 
 DeepSpeed lays its checkpoints out by itself: one file of weights and one of optimizer state per rank, below a folder.
-`captured` asks it for these without letting it write, so that they go where every other file of the checkpoint goes.
+`EngineStates` asks it for these without letting it write, so that they go where every other file goes.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
 from orc.runtime.compat.patching import patch_environment
+from orc.runtime.engine.deepspeed.wrappers import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+from orc.runtime.parallel.deepspeed import is_engine
+
+if TYPE_CHECKING:
+    from orc.runtime.core.prepared import Prepared
 
 _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
@@ -42,12 +47,56 @@ def consolidated(engine: Any) -> dict[str, Any]:
     return dict(engine._zero3_consolidated_16bit_state_dict() or {})
 
 
-class Parts:
-    """Part of one rank in a checkpoint: states by file name, and files that are copied as they are."""
+class EngineStates:
+    """The part of a checkpoint that DeepSpeed lays out: an `OwnState`.
 
-    def __init__(self) -> None:
-        self.states: dict[str, Any] = {}
-        self.files: dict[str, bytes] = {}
+    Args:
+        prepared: what the Accelerator has prepared.
+        ranks: how many this run has.
+    """
+
+    def __init__(self, prepared: Prepared, ranks: int) -> None:
+        self._prepared = prepared
+        self._ranks = ranks
+
+    def covers(self, prepared: Any) -> bool:
+        """Return whether *prepared* is an engine, or an optimizer or schedule that belongs to one."""
+        return is_engine(prepared) or isinstance(prepared, DeepSpeedOptimizerWrapper | DeepSpeedSchedulerWrapper)
+
+    def trained(self) -> list[Any]:
+        """Return the engines that train, in the order in which they were prepared; one for inference has no state."""
+        optimizers = [one for one in self._prepared.optimizers if isinstance(one, DeepSpeedOptimizerWrapper)]
+        return [
+            model
+            for model in self._prepared.models
+            if is_engine(model) and any(model is optimizer.deepspeed_engine for optimizer in optimizers)
+        ]
+
+    def save(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's states and files, by name. All ranks call it.
+
+        *options* are those of DeepSpeed's ``save_checkpoint`` (``exclude_frozen_parameters``, ``client_state``).
+        """
+        content: dict[str, Any] = {}
+        for index, engine in enumerate(self.trained()):
+            content |= captured(engine, index, **options)
+        return content
+
+    def problem(self, files: Collection[str], world_size: int) -> str | None:
+        """Return why a checkpoint with *files*, written by *world_size* ranks, cannot be loaded here."""
+        for index, engine in enumerate(self.trained()):
+            if (text := problem(engine, files, index, world_size, self._ranks)) is not None:
+                return text
+        return None
+
+    def load(self, directory: Path, models: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """Load those of the trained *models* from *directory*. All ranks call it.
+
+        *options* are those of DeepSpeed's ``load_checkpoint``. Raises `CheckpointError`.
+        """
+        trained = [engine for engine in self.trained() if any(engine is model for model in models)]
+        for index, engine in enumerate(trained):
+            restore(engine, directory, index, **options)
 
 
 def folder(index: int) -> str:
@@ -55,27 +104,27 @@ def folder(index: int) -> str:
     return layout.MODEL_NAME if index == 0 else f"{layout.MODEL_NAME}_{index}"
 
 
-def captured(engine: Any, index: int = 0, **options: Any) -> Parts:
-    """Return this rank's parts of the state of *engine*. Collective.
+def captured(engine: Any, index: int = 0, **options: Any) -> dict[str, Any]:
+    """Return this rank's part of the state of *engine*, by file name: states, and files as bytes. All ranks call it.
 
     Args:
         engine: DeepSpeed's.
         index: number of the model in the checkpoint.
         options: of DeepSpeed's ``save_checkpoint`` (``exclude_frozen_parameters``, ``client_state``).
     """
-    parts = Parts()
+    content: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="orc-deepspeed-") as place:
         root = Path(place)
 
         def keep(state: Any, path: str) -> None:
-            parts.states[str(Path(path).relative_to(root))] = state
+            content[str(Path(path).relative_to(root))] = state
 
         with _exchanged(engine, save=keep):
             engine.save_checkpoint(place, tag=folder(index), save_latest=index == 0, **options)
         for path in root.rglob("*"):
             if path.is_file():
-                parts.files[str(path.relative_to(root))] = path.read_bytes()
-    return parts
+                content[str(path.relative_to(root))] = path.read_bytes()
+    return content
 
 
 def restore(engine: Any, directory: Path, index: int = 0, **options: Any) -> None:
@@ -102,7 +151,7 @@ def restore(engine: Any, directory: Path, index: int = 0, **options: Any) -> Non
         raise CheckpointError(f"{directory} holds no state of DeepSpeed in {folder(index)}")
 
 
-def problem(engine: Any, files: Mapping[str, Any], index: int, world_size: int, ranks: int) -> str | None:
+def problem(engine: Any, files: Collection[str], index: int, world_size: int, ranks: int) -> str | None:
     """Return why a checkpoint with *files*, written by *world_size* ranks, cannot be loaded on *ranks* by *engine*."""
     if not any(name.startswith(f"{folder(index)}/") for name in files):
         return f"it holds no {folder(index)}/, so it was not saved by a run with DeepSpeed"

@@ -44,9 +44,11 @@ class MegatronLM:
         library.megatron()  # what is missing is said before anything is prepared
         self.ctx = ctx
         self.prepared = Prepared() if prepared is None else prepared
+        self.prepared.engine = self
         self.prepared.scaler = None  # Megatron-LM scales by itself
         self.events = Events()
         self.normalizer = LossNormalizer(ctx, tuple)
+        self.own_state = None
         self._gradient = ctx.gradient
         self._warned = False
 
