@@ -352,7 +352,9 @@ class RunContext:
     def _beside(self) -> ProcessGroup:
         import torch.distributed as dist
 
-        group: ProcessGroup = dist.new_group(backend="gloo")
+        from orc.runtime.core.timeouts import asked_timeout
+
+        group: ProcessGroup = dist.new_group(backend="gloo", timeout=asked_timeout())
         return group
 
     def require_group(self, what: str) -> ProcessGroup:

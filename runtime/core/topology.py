@@ -212,7 +212,10 @@ class Topology:
         part = self.submesh(*dims)
         if not hasattr(part, "_flatten"):
             raise TopologyError(f"{' and '.join(dims)} as one dimension need torch 2.6 or later")
+        from orc.runtime.core.timeouts import keep_timeout
+
         flat = part._flatten("_".join(self._own_names.get(name, name) for name in self.names if name in dims))
+        keep_timeout([flat.get_group()])
         if not beside:
             return flat
         own = [self._own_names.get(name, name) for name in self.names if name in beside]
@@ -263,8 +266,10 @@ class Topology:
             return self.mesh.get_group(self._own_names.get(dims[0], dims[0]))
         import torch.distributed as dist
 
+        from orc.runtime.core.timeouts import asked_timeout
+
         self._ctx.require_group(f"the group over {' x '.join(dims)}")
-        return dist.new_subgroups_by_enumeration(groups)[0]  # type: ignore[no-any-return]
+        return dist.new_subgroups_by_enumeration(groups, timeout=asked_timeout())[0]  # type: ignore[no-any-return]
 
     def _ranks_of_groups(self, dims: Collection[str]) -> list[list[int]]:
         """The ranks of every group over *dims*, in the order of their places along them."""
@@ -285,14 +290,20 @@ class Topology:
 def join_dimensions(mesh: DeviceMesh) -> DeviceMesh:
     """Return *mesh*, in which data dimensions, and cp with them, have a name together, see `JOINED`; collective.
 
+    Its groups have the time-out of the run.
+
     Only where at least two of them have more than one rank; torch 2.4 has no such names.
     """
+    from orc.runtime.core.timeouts import keep_timeout
+
     names = mesh.mesh_dim_names or ()
     wide = {name for name, size in zip(names, mesh.mesh.shape, strict=True) if size > 1}
+    groups = mesh.get_all_groups()
     for joined, dims in JOINED.items():
         found = tuple(name for name in names if name in dims and name in wide)
         if len(found) > 1 and hasattr(mesh, "_flatten"):
-            mesh[found]._flatten(joined)
+            groups.append(mesh[found]._flatten(joined).get_group())
+    keep_timeout(groups)
     return mesh
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.events import Events
 from orc.runtime.core.prepared import Prepared, PreparedOptimizer
-from orc.runtime.engine.norms import clip_norm, total_norm
+from orc.runtime.engine.by_mesh import groups_of_one_kind
+from orc.runtime.engine.norms import clip_norm, clip_values, total_norm
 from orc.runtime.engine.whole import whole
 from orc.runtime.parallel.records import gradients_of, record_of
 from orc.runtime.train.normalize import Count, LossNormalizer
@@ -114,7 +115,8 @@ class NativeEngine:
         norm_type = float(norm_type)  # as torch does, which takes "inf" too
         if self._scaler is not None and not self._gradient.sync_gradients:
             # Scaled gradients must stay scaled until the last of them has been added: look, do not touch.
-            norm: Tensor = total_norm(parameters, norm_type) / self._scaler.get_scale()
+            norm = total_norm(parameters, norm_type)
+            norm = norm / self._scaler.scale(torch.ones_like(norm))  # the scale stays on the device
         else:
             self.complete(parameters)
             norm = clip_norm(parameters, max_norm, norm_type, sharded=self.prepared.sharded)
@@ -129,7 +131,7 @@ class NativeEngine:
             return
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self.complete(parameters)
-        nn.utils.clip_grad_value_(parameters, clip_value)
+        clip_values(parameters, clip_value, sharded=self.prepared.sharded)
 
     def complete(self, parameters: Sequence[Tensor]) -> None:
         """Bring the gradients of *parameters* to what the step will use, before they are changed all together."""
@@ -156,9 +158,12 @@ class NativeEngine:
             from orc.runtime.train.gone import refuse_gone
 
             refuse_gone(bare, self.prepared.models, [one.optimizer for one in self.prepared.optimizers])
+        kinds = groups_of_one_kind(bare) if self.prepared.sharded else contextlib.nullcontext()
+        arguments = () if closure is None else (closure,)
         if self._scaler is None:
             optimizer.steps += 1
-            return bare.step() if closure is None else bare.step(closure)
+            with kinds:
+                return bare.step(*arguments)
         if bare not in self._observed:
             bare.register_step_post_hook(self._note_step)
             self._observed.add(bare)
@@ -166,7 +171,8 @@ class NativeEngine:
             self._update_scale()
         self._stepped.add(id(bare))
         self._applied = False
-        result = self._scaler.step(bare) if closure is None else self._scaler.step(bare, closure)
+        with kinds:
+            result = self._scaler.step(bare, *arguments)
         optimizer.skipped = not self._applied
         optimizer.steps += self._applied
         return result

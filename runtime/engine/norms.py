@@ -38,9 +38,35 @@ def clip_norm(
     norm = total_norm(parameters, norm_type, over)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     with torch.no_grad():
-        for gradient in (local_part(one.grad) for one in parameters if one.grad is not None):
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        for (device, dtype), gradients in _held(parameters).items():
+            torch._foreach_mul_(gradients, factor.to(device, dtype))
     return norm
+
+
+def clip_values(parameters: Sequence[Tensor], clip_value: float, *, sharded: bool) -> None:
+    """Clamp gradients of *parameters* to [-clip_value, clip_value] by element; *sharded* as for `clip_norm`."""
+    if not sharded:
+        nn.utils.clip_grad_value_(parameters, clip_value)
+        return
+    with torch.no_grad():
+        for parameter in parameters:
+            placements = getattr(parameter.grad, "placements", ())
+            if any(placement.is_partial() for placement in placements):  # summands of elements that are not there yet
+                grad: Any = parameter.grad
+                parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        for gradients in _held(parameters).values():
+            torch._foreach_clamp_min_(gradients, -clip_value)
+            torch._foreach_clamp_max_(gradients, clip_value)
+
+
+def _held(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """What this rank holds of the gradients of *parameters*, as plain tensors by device and dtype."""
+    held: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = local_part(parameter.grad)
+            held.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return held
 
 
 def total_norm(parameters: Iterable[Tensor], norm_type: float, over: ProcessGroup | None = None) -> Tensor:

@@ -130,3 +130,20 @@ def collective_backend(device: torch.device) -> str:
 def process_group_backend(backend: str) -> str:
     """Return the backend for ``init_process_group``: gloo beside nccl, so that CPU tensors and objects travel too."""
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+
+
+def binds(device: torch.device, opened: str, torch_version: str = "") -> bool:
+    """Return whether a process group is bound to *device* (``device_id``), so that NCCL connects when it is opened.
+
+    torch before 2.10 cannot make the groups of a mesh from a bound one with backends per device.
+
+    Args:
+        device: of this process.
+        opened: the backend for ``init_process_group``.
+        torch_version: this process's unless given.
+    """
+    if device.type != "cuda":
+        return False
+    from orc.runtime.compat.versions import compare_versions
+
+    return ":" not in opened or compare_versions(torch_version or str(torch.__version__), ">=", "2.10")

@@ -22,7 +22,14 @@ from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.core.parsing import switched_on
 from orc.runtime.launch import listening
-from orc.runtime.launch.device import claim_gpu, collective_backend, may_be_xla, process_group_backend, select_device
+from orc.runtime.launch.device import (
+    binds,
+    claim_gpu,
+    collective_backend,
+    may_be_xla,
+    process_group_backend,
+    select_device,
+)
 from orc.runtime.launch.environment import LaunchEnvironment, detect
 
 if TYPE_CHECKING:
@@ -125,7 +132,7 @@ def _meet(
     options: dict[str, Any] = {"backend": opened}
     if timeout is not None:
         options["timeout"] = timeout
-    if device.type == "cuda" and backend != "gloo":  # a group of gloo is bound to no device
+    if backend != "gloo" and binds(device, opened):  # a group of gloo is bound to no device
         options["device_id"] = device
     if init_method is None:
         # torchrun's agent hosts the store itself; env:// is what knows how to join it.
@@ -174,8 +181,8 @@ def _store_at(init_method: str, launch: LaunchEnvironment, timeout: timedelta | 
 def open_alone(device: torch.device) -> None:
     """Open a process group of this process alone, which a device mesh needs even where there is one rank."""
     global _alone
-    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     backend = process_group_backend(collective_backend(device))
+    options: dict[str, Any] = {"device_id": device} if binds(device, backend) else {}
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
     _alone = True
     _close_later()

@@ -42,11 +42,9 @@ class TensorParallel:
         return not request.evaluation or plan_of(model, _handler(request)) is not None
 
     def requires(self, ctx: RunContext) -> str | None:
-        """An open process group of the device, and gradients of one kind where they are scaled."""
+        """An open process group of the device."""
         if not ctx.compute.device_in_group:
             return "the process group does not reach the tensors of this device"
-        if ctx.config.mixed_precision == "fp16" and ctx.fsdp_plugin is None:
-            return "fp16 scales gradients, and torch does not scale whole and cut ones together; use bf16, or shard too"
         return "the process group is not open" if ctx.group is None else None
 
     def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:

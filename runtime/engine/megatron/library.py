@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from orc.runtime.core.timeouts import asked_timeout
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
@@ -66,7 +69,9 @@ def open_groups(ctx: RunContext, plugin: MegatronLMPlugin, pieces: int) -> Any:
 
         open_alone(ctx.device)
     virtual = pieces if pieces > 1 else None
-    parallel_state.initialize_model_parallel(*sizes, virtual, order="tp-cp-ep-dp-pp")
+    asked = asked_timeout()
+    options = {} if asked is None else {"distributed_timeout_minutes": math.ceil(asked.total_seconds() / 60)}
+    parallel_state.initialize_model_parallel(*sizes, virtual, order="tp-cp-ep-dp-pp", **options)
     return parallel_state
 
 

@@ -169,3 +169,31 @@ def test_one_process_opens_a_group_of_its_own_for_a_mesh(run_ranks):
         return mesh.mesh_dim_names, mesh.size(), opened, dist.is_initialized()
 
     assert run_ranks(1, live) == [(("dp_shard",), 1, True, False)]
+
+
+def test_groups_beside_that_of_all_ranks_have_the_time_out_that_was_asked_for(run_ranks):
+    def live(own):
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        from orc.runtime import PartialState
+        from orc.runtime.launch import process_group
+
+        if own:  # as with nccl: nothing carries tensors on the CPU
+            dist.init_process_group("cuda:gloo", timeout=timedelta(seconds=77))
+            process_group._board = dist.group.WORLD, (None, b"k" * 32)  # it would be found over the GPUs
+        ctx = PartialState(cpu=True).ctx
+        groups = [ctx.control_group("this test")]
+        if not own:
+            topology = ctx.set_topology({"dp_replicate": 2, "dp_shard": 2}, by="this test")
+            groups += topology.mesh.get_all_groups()
+            groups += [
+                topology.group("dp_replicate", "dp_shard"),
+                topology.joined("dp_replicate", "dp_shard").get_group(),
+            ]
+        return {group._get_backend(group._device_types[0]).options._timeout.total_seconds() for group in groups}
+
+    assert run_ranks(4, live, False, env={"ORC_TIMEOUT_S": "77"}) == [{77}] * 4
+    assert run_ranks(2, live, True) == [{77}] * 2
+    assert run_ranks(4, live, False) == [{1800}] * 4

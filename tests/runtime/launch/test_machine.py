@@ -13,7 +13,7 @@ from orc.runtime import RunContext, get_grad_scaler, get_mixed_precision_context
 from orc.runtime.compat import availability
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.launch import numa
-from orc.runtime.launch.device import claim_gpu, select_device
+from orc.runtime.launch.device import binds, claim_gpu, select_device
 from orc.runtime.launch.environment import JobFacts, LaunchEnvironment
 from orc.runtime.parallel.precision.bf16 import PRECISION
 
@@ -98,6 +98,13 @@ def test_two_ranks_on_one_gpu_are_refused_before_nccl_meets_them():
         claim_gpu(store, asking(2, local_rank=rank, nproc=3), cuda, uuid)
     with pytest.raises(LaunchError, match=r"rank 2 has the same GPU as rank 1 \(bbbb of .*start at most one process"):
         claim_gpu(store, asking(2, local_rank=2, nproc=3), cuda, "bbbb")
+
+
+def test_a_group_of_two_backends_is_bound_to_its_device_where_torch_can_split_it():
+    cuda, both = torch.device("cuda", 1), "cpu:gloo,cuda:nccl"
+    assert [binds(cuda, both, version) for version in ("2.4.1", "2.9.1+cu128", "2.10.0+cu130")] == [False, False, True]
+    assert binds(cuda, "nccl", "2.4.1")
+    assert not binds(torch.device("cpu"), "gloo", "2.10.0")
 
 
 def test_lists_of_cores():

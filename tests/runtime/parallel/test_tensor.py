@@ -201,6 +201,7 @@ def test_precision_recomputing_offload_and_compiling_go_with_it(run_ranks):
         (sharded, {"sharding": {"activation_checkpointing": True, "cpu_offload": True}}, 1e-4),
         (sharded, {"mixed_precision": "bf16"}, 1e-2),
         (sharded, {"mixed_precision": "fp16"}, 1e-2),
+        (copied, {"mixed_precision": "fp16"}, 1e-2),
         (copied, {"dynamo_backend": "aot_eager"}, 1e-4),
     ]
 
@@ -318,7 +319,6 @@ def test_what_cannot_be_cut_is_refused_on_every_rank_with_all_its_names(make, pl
     [
         ({"fsdp_plugin": {"fsdp_version": 1}}, "the strategies tensor and fsdp1 cannot be used together"),
         ({"tp_handler": {"enable_async_tp": True}}, "enable_async_tp needs GPUs"),
-        ({"mixed_precision": "fp16"}, "torch does not scale whole and cut ones together; use bf16, or shard too"),
         ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, "and here copies averages them"),
     ],
 )
@@ -328,7 +328,6 @@ def test_what_does_not_go_with_tensor_parallelism_is_refused_by_name(options, me
         handler = TorchTensorParallelConfig(plan=PLAN, **options.get("tp_handler", {}))
         accelerator = Accelerator(
             cpu=True,
-            mixed_precision=options.get("mixed_precision"),
             kwargs_handlers=options.get("kwargs_handlers"),
             fsdp_plugin=FullyShardedDataParallelPlugin(**plugin) if plugin else None,
             parallelism_config=ParallelismConfig(dp_replicate_size=2, tp_size=2, tp_handler=handler),
