@@ -128,6 +128,7 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    prefetch_to_device: bool = True
 
     def __post_init__(self) -> None:
         if self.use_stateful_dataloader:

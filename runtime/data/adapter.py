@@ -12,6 +12,7 @@ from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.core.events import Events
 from orc.runtime.data.index_batches import PassSampler
 from orc.runtime.data.iterable import Stream
+from orc.runtime.data.lane import Lane
 from orc.runtime.data.plan import PositionError
 from orc.runtime.data.position import Cursor, Cut, Pass, Position, cut_at, offset_of
 from orc.runtime.data.synchronize import align
@@ -55,6 +56,7 @@ class DataLoaderAdapter:
         context: RunContext | None,
         device: torch.device | str | None,
         non_blocking: bool,
+        prefetch_to_device: bool,
         rng_types: Sequence[str] | None,
         synchronized_generator: torch.Generator | None,
         skip_batches: int,
@@ -69,6 +71,8 @@ class DataLoaderAdapter:
         self.gradient = context.gradient
         self.device = None if device is None else torch.device(device)
         self.non_blocking = non_blocking
+        self.prefetch_to_device = prefetch_to_device
+        self.lane: Lane | None = None  # made by the first pass: it opens the device
         self.rng_types = tuple(str(kind) for kind in rng_types or ())
         self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
@@ -92,7 +96,7 @@ class DataLoaderAdapter:
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what belongs to this process: workers, channels, and those who listen.
-        left = ("gradient", "events", "attempts", "meter", "seek", "_iterator")
+        left = ("gradient", "events", "attempts", "meter", "seek", "lane", "_iterator")
         return {name: None if name in left else value for name, value in self.__dict__.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -324,12 +328,16 @@ class DataLoaderAdapter:
                 stacklevel=2,
             )
 
-    def _place(self, batch: Any) -> Any:
-        if self.part is not None:
-            batch = self.part(batch)
-        device = self.device
-        return batch if device is None or device.type == "cpu" else send_to_device(batch, device, self.non_blocking)
+    def _ways(self) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
+        """What begins to place a batch that was read, if anything does, and what then gives it out placed.
 
-    @property
-    def _moves(self) -> bool:
-        return self.part is not None or (self.device is not None and self.device.type != "cpu")
+        Memory that this loader pins is copied without waiting for the copy: torch fills it again only afterwards.
+        """
+        part, device = self.part, self.device
+        if device is None or device.type == "cpu":
+            return None, part
+        non_blocking = self.non_blocking or bool(getattr(self, "pin_memory", False))
+        if device.type == "cuda" and self.prefetch_to_device:
+            lane = self.lane = self.lane or Lane(device, waits=not non_blocking)
+            return lambda batch: lane.start(batch if part is None else part(batch)), lane.receive
+        return None, lambda batch: send_to_device(batch if part is None else part(batch), device, non_blocking)

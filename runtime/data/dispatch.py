@@ -38,8 +38,8 @@ class DataLoaderDispatcher(DataLoaderShard):
         skip_batches: rounds to leave out at the start of each pass.
         slice_fn: cuts a batch, called as ``slice_fn(batch, slice, process_index=..., num_processes=...)``.
         drops_last: leave out a last round that is not full.
-        dataset, use_stateful_dataloader, non_blocking, device, rng_types, synchronized_generator, context, kwargs: of
-            `DataLoaderShard`.
+        dataset, use_stateful_dataloader, non_blocking, prefetch_to_device, device, rng_types, synchronized_generator,
+            context, kwargs: of `DataLoaderShard`.
 
     Raises:
         ValueError: *split_batches*, and a batch size that the number of ranks does not divide.
@@ -54,6 +54,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         non_blocking: bool = False,
         slice_fn: SliceFunction | None = None,
         *,
+        prefetch_to_device: bool = True,
         device: torch.device | str | None = None,
         rng_types: Sequence[str] | None = None,
         synchronized_generator: torch.Generator | None = None,
@@ -71,6 +72,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             non_blocking,
             context=context,
             world_size=1,
+            prefetch_to_device=prefetch_to_device,
             **kwargs,
         )
         self.split_batches = split_batches
@@ -110,6 +112,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         current = self._open()
         self.gradient.begin(self)
         exhausted = False
+        begin, place = self._ways()
         rounds = self._read(current) if self.context.rank == 0 else self._listen(current)
         if self.meter is not None:
             rounds = self.meter.timed(self, rounds)
@@ -121,7 +124,8 @@ class DataLoaderDispatcher(DataLoaderShard):
                 self.end_of_dataloader, self.remainder = message.kind == LAST, message.remainder
                 current.finished = self.end_of_dataloader
                 self.gradient.current = self
-                yield self._place(message.content) if self._moves else message.content
+                content = message.content if begin is None else begin(message.content)
+                yield content if place is None else place(content)
                 self.context.compute.mark()
                 for tell in self.events.on_batch:
                     tell(self)

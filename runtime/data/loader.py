@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from orc.runtime.data.adapter import DataLoaderAdapter
 from orc.runtime.data.batch import rows_of
 from orc.runtime.data.index_batches import CustomBatches, PassSampler
 from orc.runtime.data.iterable import SKIP, START, Marked, Stream, begin_at, seek_tensor
+from orc.runtime.data.lane import Arriving, one_ahead
 from orc.runtime.data.position import Key, Pass
 from orc.runtime.data.samplers import BatchSamplerShard
 
@@ -32,7 +33,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
         synchronized_generator: what ``generator`` in *rng_types* means.
         skip_batches: batches to leave out at the start of each pass.
         use_stateful_dataloader: be a torchdata `StatefulDataLoader` as well, see `orc.runtime.data.backed`.
-        non_blocking: copy batches to the device without waiting for the copy.
+        non_blocking: copy batches to the device without waiting for the copy; those in pinned memory always are.
+        prefetch_to_device: copy them to a CUDA device on a stream of its own, and where worker processes or a stream
+            read ahead anyway the next one already while the loop has the one before.
         context: the run; the current one unless given.
         world_size: the number of ranks that share the data; all of the run unless given.
         total_batch_size: samples of a round over all ranks; derived from the batch size unless given.
@@ -61,6 +64,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
         context: RunContext | None = None,
         world_size: int | None = None,
         total_batch_size: int | None = None,
+        prefetch_to_device: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, **kwargs)
@@ -73,6 +77,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
             context=context,
             device=device,
             non_blocking=non_blocking,
+            prefetch_to_device=prefetch_to_device,
             rng_types=rng_types,
             synchronized_generator=synchronized_generator,
             skip_batches=skip_batches,
@@ -158,7 +163,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         current = self._open()
-        gradient, place, events = self.gradient, self._place if self._moves else None, self.events
+        gradient, events = self.gradient, self.events
+        begin, place = self._ways()
         mark = self.context.compute.mark
         gradient.begin(self)
         exhausted = False
@@ -167,7 +173,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
             total = sampler.batches(current) if sampler is not None else None
             source = self._source(current)
             if total is None:
-                source = self._ahead(source, current)
+                source = self._ahead(source, current, begin)
+            elif begin is not None:
+                # Where this process reads by itself, reading ahead would only move the work before the step.
+                source = one_ahead(source, begin) if self.num_workers else map(begin, source)
             if self.meter is not None:
                 source = self.meter.timed(self, source)
             if current.restored:
@@ -190,19 +199,26 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
                 mark()
             self._close(current, exhausted)
 
-    def _ahead(self, source: Iterator[Any], current: Pass) -> Iterator[Any]:
-        """Yield the batches of a pass of unknown length: the next one is read ahead to recognize the last."""
+    def _ahead(self, source: Iterator[Any], current: Pass, begin: Callable[[Any], Any] | None = None) -> Iterator[Any]:
+        """Yield the batches of a pass of unknown length: the next one is read ahead to recognize the last.
+
+        *begin* is called with each when it was read, and what it returns is yielded.
+        """
         nothing = object()
-        batch = next(source, nothing)
-        while batch is not nothing:
-            key = self._reader_key(current.done + 1)
-            following = next(source, nothing)
-            valid = -1
+
+        def read() -> tuple[Any, int, Any]:
+            batch, valid = next(source, nothing), -1
             if isinstance(batch, Marked):
                 batch, valid = batch.content, batch.valid
+            return batch, valid, batch if begin is None or batch is nothing else begin(batch)
+
+        batch, valid, given = read()
+        while batch is not nothing:
+            key = self._reader_key(current.done + 1)
+            following = read()
             # Of streams that share themselves out to workers, the end of any worker's part may be filled up.
             self.remainder = self._rows(valid, batch)
-            if following is nothing:
+            if following[0] is nothing:
                 self.end_of_dataloader = current.finished = True
                 sampler = self._passes()
                 if sampler is not None:
@@ -210,14 +226,14 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
             current.done += 1
             if key is not None:
                 current.key = key
-            yield batch
-            batch = following
+            yield given
+            batch, valid, given = following
 
     def _rows(self, valid: int, batch: Any) -> int:
         """*valid* samples of the last round as rows: without ``batch_size`` what is counted are whole batches."""
         if valid < 0 or self.batch_size is not None:
             return valid
-        return valid * (rows_of(batch) or 1)
+        return valid * (rows_of(batch.content if isinstance(batch, Arriving) else batch) or 1)
 
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches)

@@ -62,6 +62,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: DeviceMesh | None = None,
     *,
+    prefetch_to_device: bool = True,
     context: RunContext | None = None,
 ) -> DataLoaderAdapter:
     """Return a loader that yields this rank's share of *dataloader*'s batches.
@@ -88,7 +89,8 @@ def prepare_data_loader(
         slice_fn_for_dispatch: how dispatching cuts a batch.
         use_seedable_sampler: make a random sampler a `SeedableRandomSampler`.
         data_seed: its seed.
-        non_blocking: copy to the device asynchronously.
+        non_blocking: copy to the device asynchronously; from pinned memory it always is.
+        prefetch_to_device: copy to a CUDA device beside what it computes, on a stream of its own.
         use_stateful_dataloader: the loader is a torchdata `StatefulDataLoader` as well, which knows the state of a
             stream in worker processes, see `orc.runtime.data.stateful`; all others have a position too.
         torch_device_mesh: ranks that differ in its data dimensions alone get different shares.
@@ -143,6 +145,7 @@ def prepare_data_loader(
         "device": (device or context.device) if put_on_device else None,
         "rng_types": rng_types,
         "non_blocking": non_blocking,
+        "prefetch_to_device": prefetch_to_device,
         "context": context,
         **kept,
     }

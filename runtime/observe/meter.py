@@ -11,6 +11,8 @@ from orc.runtime.observe.flops import FlopCount
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from orc.runtime.observe.loss import LossReader
+
 _clock = time.perf_counter
 
 
@@ -38,6 +40,7 @@ class Meter:
         tokens: tokens in these, on this rank: elements of ``input_ids``, or what `count_tokens` was told.
         flops: operations of one step on this rank; `None` until counted, and where they cannot be.
         loss: of the last backward, on its device.
+        loss_reader: brings it to the host, where that is another device's.
         may_count: asked once whether FLOPs can be counted.
         away_s: seconds of other work since the last step.
         other_s: seconds of evaluation, saving and loading.
@@ -50,6 +53,7 @@ class Meter:
         self.busy_s = self.waited_s = self.away_s = self.other_s = self.slowest_s = 0.0
         self.flops: int | None = None
         self.loss: Tensor | None = None
+        self.loss_reader: LossReader | None = None
         self._told_tokens = False
         self._passes: list[_Pass] = []
         self.may_count: Callable[[], bool] = lambda: True
@@ -67,6 +71,8 @@ class Meter:
         """Note that *loss* has gone backward; one that is a sum over anything (*normalized*) is not shown."""
         if not normalized:
             self.loss = loss.detach()
+            if self.loss_reader is not None:
+                self.loss_reader.note(self.loss)
 
     def timed(self, loader: Any, source: Iterator[Any]) -> Iterator[Any]:
         """*source* with its waits measured: the batches of one pass over *loader*."""

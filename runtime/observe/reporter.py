@@ -70,12 +70,18 @@ class Reporter:
         """Read the loss when it has gone backward, and count FLOPs unless a prepared model is compiled."""
         meter, prepared = self.meter, engine.prepared
         meter.may_count = lambda: not any(_compiled(model) for model in prepared.models)
+        if self.context.device.type == "cuda" and self.path is not None:
+            from orc.runtime.observe.loss import LossReader
+
+            meter.loss_reader = LossReader()
         if self.context.device.type in ("cpu", "cuda"):  # elsewhere a value read from another thread may start work
             engine.events.subscribe("on_backward", meter.note_loss)
 
     def poll(self, step: int, store: Board | None = None, prefix: str = "") -> None:
         """Called often; does something when a window is full, and on rank 0 when the others' have arrived."""
         self._step = step
+        if self.meter.loss_reader is not None:
+            self.meter.loss_reader.wanted = True  # so that the next line has one that is not old
         if self._waiting and store is not None:
             self._waiting = False
             self._collect(store, prefix)
@@ -99,7 +105,7 @@ class Reporter:
         self._step = step
         if self._measure() or self._waiting:
             self._waiting = False
-            self._write()
+            self._write(last=True)
 
     def _totals(self) -> tuple[float, ...]:
         meter = self.meter
@@ -136,7 +142,7 @@ class Reporter:
             if rank != self.context.rank and store.check([key]):
                 self._windows[rank] = json.loads(store.get(key))
 
-    def _write(self) -> None:
+    def _write(self, last: bool = False) -> None:
         if self.path is None:
             return
         job = self.context.env.job
@@ -149,7 +155,7 @@ class Reporter:
             "world_size": self.context.world_size,
             **combine(self._windows, self.context.rank, self.peak, self.context.topology.peers),
         }
-        loss = self._loss()
+        loss = self._loss(last)
         if loss is not None:
             line["loss"] = loss
         if self.extra is not None:
@@ -165,14 +171,14 @@ class Reporter:
             self.path = None  # training is worth more than telling about it
             get_logger(__name__).warning(f"metrics are not written any more: {error}")
 
-    def _loss(self) -> float | None:
-        """The last loss. Waits for the device, on the watch thread: training does not."""
-        loss = self.meter.loss
+    def _loss(self, last: bool) -> float | None:
+        """The last loss that is known on the host; of the *last* line the last one, which is waited for."""
+        loss, reader = self.meter.loss, self.meter.loss_reader
+        value = None if reader is None else reader.value
         # What a compiled model returns may live in a buffer that the next step overwrites.
-        if loss is None or loss.numel() != 1 or not self.meter.may_count():
-            return None
-        value = float(loss)
-        return value if value - value == 0 else None  # JSON has neither NaN nor infinity
+        if (last or reader is None) and loss is not None and loss.numel() == 1 and self.meter.may_count():
+            value = float(loss)
+        return value if value is not None and value - value == 0 else None  # JSON has neither NaN nor infinity
 
 
 def combine(windows: Mapping[int, Window], own: int, peak: float | None, peers: int = 1) -> dict[str, Any]:

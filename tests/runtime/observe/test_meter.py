@@ -341,7 +341,7 @@ def test_the_first_lines_come_soon_and_then_ever_more_slowly(job, monkeypatch):
     monkeypatch.setattr(reporter, "FIRST_WINDOW_S", 1.0)
     monkeypatch.setattr(reporter, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
     numbers = dict.fromkeys(("steps", "busy_s", "waited_s", "samples", "tokens", "other_s", "slowest_s", "flops"), 0)
-    counts = SimpleNamespace(**numbers, epoch=0, loss=None)
+    counts = SimpleNamespace(**numbers, epoch=0, loss=None, loss_reader=None)
     context = SimpleNamespace(
         rank=0,
         is_main=True,
