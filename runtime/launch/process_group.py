@@ -148,6 +148,9 @@ def _meet(
         options["init_method"] = init_method
     try:
         if device.type == "cuda" and "nccl" in opened:
+            from orc.runtime.observe.flight_recorder import record_collectives
+
+            record_collectives()
             options["store"] = store = options.get("store") or _store_at(options.pop("init_method"), launch, timeout)
             claim_gpu(store, launch, device)
         dist.init_process_group(rank=launch.rank, world_size=launch.world_size, **options)
