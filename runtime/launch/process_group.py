@@ -207,7 +207,7 @@ def _context(
     local_world = min(launch.local_world_size, world_size) if launch.world_size == world_size else world_size
     local_rank = launch.local_rank if launch.world_size == world_size else rank
     board, key = _board_of_group(launch, device, rank) if world_size > 1 else (None, b"")
-    return RunContext(
+    context = RunContext(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
@@ -221,6 +221,11 @@ def _context(
         key=key,
         compute=adapter or TORCH,
     )
+    if device.type == "cuda":
+        from orc.runtime.observe.device import announce
+
+        announce(context)
+    return context
 
 
 def one_node(launch: LaunchEnvironment) -> bool:

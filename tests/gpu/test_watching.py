@@ -6,6 +6,11 @@ import sys
 import textwrap
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from orc.runtime import Accelerator
+from orc.runtime.observe import watch
 
 WAITS = """
     import json, threading, time, torch
@@ -48,3 +53,33 @@ def test_a_rank_that_waits_for_its_device_behind_a_collective_is_seen_to_wait(tm
     assert done.returncode == 0, done.stderr
     activity, group, *collectives = json.loads(done.stdout.splitlines()[-1])
     assert (activity, collectives) == ("synchronize", [1, True, 2, False]), group
+
+
+@pytest.mark.cuda_only
+def test_a_rank_of_a_job_tells_of_its_gpu_and_of_the_memory_that_it_takes(tmp_path, monkeypatch, capfd):
+    (tmp_path / "a1" / "node-0").mkdir(parents=True)
+    for name, value in {
+        "ORC_ATTEMPT_DIR": tmp_path / "a1",
+        "ORC_JOB_DIR": tmp_path,
+        "ORC_METRICS_INTERVAL_S": 1,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1024, 1024)
+    data = DataLoader(torch.randn(256, 1024), batch_size=8)
+    model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
+    for batch in data:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    watch.close_all()
+    name = torch.cuda.get_device_name()
+    assert f"orc: rank 0 of 1 trains on {name} (" in capfd.readouterr().err
+    record = json.loads((tmp_path / "a1/node-0/device-0.json").read_text())
+    assert record["name"] == name
+    assert record["uuid"]
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    weights = 3 * 1024 * 1024 * 4  # with the two moments
+    assert weights < line["memory_allocated"] <= line["memory_peak"] <= line["memory_reserved"]
+    assert record["memory_peak"] == line["memory_peak"]
