@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from orc.launchers.hosts.all_reduce_probe import places, reduce_together
+from orc.launchers.hosts.promised_speed import between_gpus
 from orc.runtime import Accelerator
 from orc.runtime.observe import watch
 
@@ -83,3 +85,13 @@ def test_a_rank_of_a_job_tells_of_its_gpu_and_of_the_memory_that_it_takes(tmp_pa
     weights = 3 * 1024 * 1024 * 4  # with the two moments
     assert weights < line["memory_allocated"] <= line["memory_peak"] <= line["memory_reserved"]
     assert record["memory_peak"] == line["memory_peak"]
+
+
+@pytest.mark.cuda_only
+def test_the_probe_of_hosts_reduces_over_all_gpus_and_knows_what_their_links_promise():
+    devices = places(torch, torch.device("cuda"))
+    measured = reduce_together(torch, devices, 64 << 20)  # it looks at the sums
+    promised = between_gpus()
+    assert promised is not None
+    assert promised[1] > 500  # megabytes per second: one lane of the third generation
+    assert len(devices) == 1 or 0.1 * promised[1] < measured < 2 * promised[1]

@@ -18,6 +18,7 @@ PROGRAMS = (
     "environments/requirements.py",
     "hosts/probe.py",
     "hosts/all_reduce_probe.py",
+    "hosts/promised_speed.py",
     "hosts/session_probe.py",
 )
 
