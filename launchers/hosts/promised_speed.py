@@ -20,7 +20,7 @@ def between_gpus() -> tuple[str, float] | None:
         sum(float(word) for word in _LINK.findall(gpu)) for gpu in _asked("nvlink", "-s").split("GPU ")[1:]
     ]
     if nvlink and min(nvlink) > 0 and joined_by_nvlink(_asked("topo", "-m")):
-        return "NVLink", 1000 * min(nvlink)
+        return "NVLink", min(nvlink) * 1000
     query = "--query-gpu=pcie.link.gen.max,pcie.link.width.max"
     speeds = []
     for line in _asked(query, "--format=csv,noheader,nounits").splitlines():
