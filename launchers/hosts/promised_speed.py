@@ -22,12 +22,13 @@ def between_gpus() -> tuple[str, float] | None:
     if nvlink and min(nvlink) > 0 and joined_by_nvlink(_asked("topo", "-m")):
         return "NVLink", min(nvlink) * 1000
     query = "--query-gpu=pcie.link.gen.max,pcie.link.width.max"
-    speeds = []
+    speeds: list[float] = []
     for line in _asked(query, "--format=csv,noheader,nounits").splitlines():
         generation, _, lanes = (word.strip() for word in line.partition(","))
         if generation.isdigit() and lanes.isdigit():
             speeds.append(float(_LANE_MB_S.get(int(generation), 0) * int(lanes)))
-    return ("PCI Express", min(speeds)) if speeds and min(speeds) else None
+    slowest = min(speeds, default=0.0)
+    return ("PCI Express", slowest) if slowest else None
 
 
 def joined_by_nvlink(matrix: str) -> bool:

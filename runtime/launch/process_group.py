@@ -223,8 +223,10 @@ def _context(
     )
     if device.type == "cuda":
         from orc.runtime.observe.device import announce
+        from orc.runtime.observe.out_of_memory import explain_out_of_memory
 
         announce(context)
+        explain_out_of_memory(device)
     return context
 
 

@@ -95,3 +95,32 @@ def test_the_probe_of_hosts_reduces_over_all_gpus_and_knows_what_their_links_pro
     assert promised is not None
     assert promised[1] > 500  # megabytes per second: one lane of the third generation
     assert len(devices) == 1 or 0.1 * promised[1] < measured < 2 * promised[1]
+
+
+FULL = """
+    import torch
+    from orc.runtime import Accelerator
+
+    accelerator = Accelerator()
+    model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(4)])
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(8, 2048, device="cuda")).sum())
+    optimizer.step()
+    loss = model(torch.ones(4096, 2048, device="cuda").requires_grad_())
+    torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+"""
+
+
+@pytest.mark.cuda_only
+def test_a_script_that_runs_out_of_memory_says_what_held_it(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(FULL))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    *_, error, whose, parts, blocks = done.stderr.splitlines()
+    assert "OutOfMemoryError: CUDA out of memory" in error
+    assert whose.startswith(f"orc: memory of {torch.cuda.get_device_name()} (")
+    assert parts.startswith("orc: of the tensors: parameters 64.0 MiB, gradients 64.0 MiB, optimizer state 128.0 MiB")
+    assert "that Python does not see" in parts
+    assert blocks.startswith("orc: largest blocks: ")
+    assert " MiB" in blocks
