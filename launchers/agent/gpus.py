@@ -52,6 +52,14 @@ def gpu_names(env: Mapping[str, str]) -> list[str]:
     return [name for board in boards for name in board] if chosen is None else _chosen(boards, chosen)
 
 
+def own_part(env: Mapping[str, str], local_rank: int, nproc: int) -> dict[str, str]:
+    """Return what makes one of *nproc* ranks see its own of several MIG devices: CUDA takes the first that is shown."""
+    shown = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if nproc < 2 or local_rank >= len(shown) or not any(name.startswith("MIG-") for name in shown):
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": shown[local_rank]}
+
+
 def _listing(path: str) -> str | None:
     """Return what ``nvidia-smi -L`` prints; `None` without that program."""
     places = (os.path.join(place, "nvidia-smi") for place in path.split(os.pathsep))

@@ -10,6 +10,7 @@ from orc.launchers.agent.completion import finish_gang
 from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, LaunchFailure, Superseded, log_stderr
 from orc.launchers.agent.failures import check_rank_records
 from orc.launchers.agent.fence import Fence
+from orc.launchers.agent.gpus import gpu_count
 from orc.launchers.agent.lease import succeeded_before, take_lease
 from orc.launchers.agent.preparation import end_containers, load_secrets, prepare, step
 from orc.launchers.agent.processes import become_subreaper
@@ -121,6 +122,10 @@ class Node(Supervisor):
             if cancel is not None:  # it came before the start did
                 self.on_cancel(cancel)
             if self.stop is None and self.await_predecessors() and prepare(self) and (where := join_rendezvous(self)):
+                if gpu_count() != 0:
+                    from orc.launchers.agent.gpu_errors import GpuErrors
+
+                    self.gpu_errors = GpuErrors(self.dir)
                 values, env = launch_environment(self, *where)
                 if start_services(self, values, env):
                     start_ranks(self, values, env)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from orc.launchers.agent.gpus import own_part
 from orc.launchers.agent.processes import agent_argv, spawn, users_umask
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.records import read_json
@@ -134,6 +135,7 @@ def start_ranks(node: NodeState, values: Mapping[str, str], env: dict[str, str])
         for local_rank in range(nproc):
             rank = node.node * nproc + local_rank
             own = rank_variables(rank, local_rank, node.node, nnodes, nproc, addr, port)
+            own.update(own_part(env, local_rank, nproc))
             for name, texts in (command.get("rank_env") or {}).items():
                 if name not in (node.config.env):  # the job's own wins
                     own[name] = substitute(texts[local_rank], {**values, "rank": str(rank)})

@@ -12,6 +12,7 @@ import sys
 import time
 
 from orc.launchers.agent.errors import EXIT_CANCELLED, LaunchFailure, log_stderr
+from orc.launchers.agent.gpus import own_part
 from orc.launchers.agent.processes import (
     PR_SET_PDEATHSIG,
     decode_wait_status,
@@ -92,6 +93,7 @@ def complete_environment(env: dict[str, str], attempt_dir: str) -> None:
         env.update(MASTER_ADDR=str(met["addr"]), MASTER_PORT=str(met["port"]))
     env.setdefault("NODE_RANK", env.get("ORC_NODE_RANK", "0"))
     env.setdefault("GROUP_RANK", env["NODE_RANK"])
+    env.update(own_part(env, int(env.get("LOCAL_RANK") or 0), int(env.get("LOCAL_WORLD_SIZE") or 1)))
 
 
 def run(program: Sequence[str]) -> NoReturn:

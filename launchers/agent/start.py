@@ -96,7 +96,7 @@ def hold(own: Node) -> dict[str, Any]:
                     return taken(path)
                 return {"state": "busy", "holders": holders, "status": EXIT_BUSY}
             own.slots = slots
-            if wanted.get("gpus") and count < total:
+            if wanted.get("gpus") and (count < total or any(name.startswith("MIG-") for name in slots.held)):
                 own.own_env["CUDA_VISIBLE_DEVICES"] = ",".join(slots.held)
         where: dict[str, Any] = {}
         if own.linked:

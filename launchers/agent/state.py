@@ -101,6 +101,7 @@ class NodeState:
         self.linked = config.link and self.nnodes > 1
         self.link: Any = None  # to the other hosts, where they share no file system
         self.slots: Any = None  # what this node holds of its host
+        self.gpu_errors: Any = None  # what the kernel says of its GPUs while ranks run
         self.own_env: dict[str, str] = {}  # variables of this node alone
         self.token = ""  # of the ranks of this incarnation
         self.listening: tuple[str, str] | None = None  # interface and address that the job's `network` holds ranks to
@@ -287,6 +288,7 @@ class NodeState:
             "ended_at": time.time(),
             **ending,
             **({"lost_nodes": sorted(self.lost)} if self.lost else {}),
+            **self.gpu_errors_for(str(ending["outcome"])),
             "ranks": {str(number): end for number, end in self.rank_records().items()},
         }
         self.log(f"{ending['outcome']}: {ending['reason']}" if ending["reason"] else str(ending["outcome"]))
@@ -307,6 +309,13 @@ class NodeState:
             log_stderr(json.dumps(record))
         remove(os.path.join(self.dir, ".reserve"))
         self.notify_link()
+
+    def gpu_errors_for(self, outcome: str) -> dict[str, str]:
+        """Return ``gpu_errors`` of the exit record: what may be the cause of an end that nobody has asked for."""
+        if self.gpu_errors is None or self.superseded or outcome in ("succeeded", "cancelled", "preempted"):
+            return {}
+        told = self.gpu_errors.summary(os.environ.get("PATH") or os.defpath)
+        return {"gpu_errors": told} if told else {}
 
     def exit_name(self) -> str:
         """The name of this run's exit record: not that of the attempt any more when a later restart has the lease."""

@@ -148,6 +148,8 @@ class Supervisor(NodeState):
         elif cancel is not None:  # a later cancellation can only make it shorter
             self.kill_at = min(self.kill_at, now + float(cancel.get("grace_s") or 0.0))
         self.answer_stack_requests()
+        for error in self.gpu_errors.poll() if self.gpu_errors else ():
+            self.log(f"the kernel says: {error}")
         check_launcher(self)
         if self.nnodes == 1 or self.stop:
             return

@@ -151,6 +151,8 @@ def merge(records: Sequence[Mapping[str, Any]], nnodes: int) -> AttemptExit | No
     failures = [RankFailure.from_dict(r["first_failure"]) for r in own if r.get("first_failure")]
     first = min(failures, key=lambda f: f.at, default=None)
     reason = first.reason if first and cause is Cause.CRASH else str(own[0].get("reason") or speaker)
+    if cause in (Cause.CRASH, Cause.TIMEOUT, Cause.NODE_FAILURE):
+        reason += "".join(f"; {r.get('host', '')}: {r['gpu_errors']}" for r in ordered if r.get("gpu_errors"))
     status = next(
         (
             int(r.get("exit_status") or 1)

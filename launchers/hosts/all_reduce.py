@@ -15,10 +15,12 @@ from orc.launchers.remote.programs import Program
 if TYPE_CHECKING:
     from orc.launchers.remote.transport import Process, Transport
 
-PROBE = Program("hosts.all_reduce_probe", ("agent.network", "agent.errors"))
+PROBE = Program("hosts.all_reduce_probe", ("agent.network", "agent.errors", "hosts.promised_speed"))
 TIMEOUT_S = 120.0
 # Of the median: a host below is named.
 SLOW_NETWORK, SLOW_COMPUTE = 0.5, 0.4
+# Of what the hardware promises: less is no matter of protocols, which take up to half.
+BROKEN = 0.3
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class HostSpeed:
     mb_s: float  # bus bandwidth of an all-reduce of 16 MiB (256 MiB over GPUs), in megabytes per second
     best_mb_s: float  # with the peer it gets on best with
     gflops: float  # matrix product, one thread (or the slowest of its GPUs)
+    node_mb_s: float | None = None  # bus bandwidth of an all-reduce over all GPUs of the host, where it has several
+    node_promised: tuple[str, float] | None = None  # what joins these, and megabytes per second of that
+    promised: tuple[str, float] | None = None  # the same of what GPUs of different hosts talk over
 
 
 def run_all_reduce(
@@ -69,9 +74,38 @@ def run_all_reduce(
         raise BackendError(f"the all-reduce probe failed: {error.what}", where=name, hint=error.hint)
     results = {name: answer for name, answer in answers.items() if not isinstance(answer, LaunchError)}
     return [
-        HostSpeed(name, r["latency_us"], r["mb_s"], max(r["pairs"].values(), default=0.0), r["gflops"])
+        HostSpeed(
+            name,
+            r["latency_us"],
+            r["mb_s"],
+            max(r["pairs"].values(), default=0.0),
+            r["gflops"],
+            r.get("node_mb_s"),
+            _promise(r.get("node_promised")),
+            _promise(r.get("promised")),
+        )
         for name, r in results.items()
     ]
+
+
+def find_broken_promises(speeds: Sequence[HostSpeed]) -> list[Finding]:
+    """Return a warning for each host whose GPUs talk far more slowly than their hardware can. Pure."""
+    found = []
+    for speed in speeds:
+        links, card = "See `nvidia-smi topo -m` and `nvidia-smi nvlink -s`", "See the state of its network card"
+        for whose, measured, promised, hint in (
+            ("its GPUs reduce", speed.node_mb_s, speed.node_promised, links),
+            ("it sends", speed.best_mb_s or None, speed.promised, card),
+        ):
+            if measured is not None and promised is not None and measured < BROKEN * promised[1]:
+                what = f"{whose} at {measured / 1000:.1f} GB/s, where {promised[0]} promises {promised[1] / 1000:.0f}"
+                more = f"{hint} there, and what a job with NCCL_DEBUG=INFO says of its transports."
+                found.append(Finding("warning", what, speed.name, more))
+    return found
+
+
+def _promise(answer: Sequence[Any] | None) -> tuple[str, float] | None:
+    return None if answer is None else (str(answer[0]), float(answer[1]))
 
 
 def hosts_with_slow_network(speeds: Sequence[HostSpeed]) -> list[HostSpeed]:

@@ -2,7 +2,8 @@
 
 <rank> <world size> <backend>     the first rank prints {"port", "addresses"} and then its result; the others read
                                   that line from standard input first. Result: {"rank", "latency_us", "mb_s",
-                                  "pairs": {peer: mb_s}, "gflops"}
+                                  "pairs": {peer: mb_s}, "gflops", "node_mb_s": of all GPUs of this host together,
+                                  "node_promised", "promised": [what, mb_s] of the hardware, or null}
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 
 from orc.launchers.agent.network import interface_of, reachable_addresses
+from orc.launchers.hosts.promised_speed import between_gpus, to_other_hosts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -69,6 +71,32 @@ def multiply(torch: Any, device: Any, side: int) -> float:
     except RuntimeError as error:
         sys.exit(f"{device}: {str(error).splitlines()[0]}")
     return float(2 * side**3 / min(times) / 1e9)
+
+
+def reduce_together(torch: Any, devices: list[Any], size: int) -> float:
+    """Return the bus bandwidth of an all-reduce of *size* bytes over the GPUs of this host in MB/s, undisturbed.
+
+    Exits where it cannot be done, or gives a wrong sum.
+    """
+    count, times = len(devices), []
+    try:
+        pieces = [torch.ones(size // 4, device=device) for device in devices]
+        for _ in range(6):  # the first one connects
+            for device in devices:
+                torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            torch.cuda.nccl.all_reduce(pieces)
+            for device in devices:
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+            wrong = [device for device, piece in zip(devices, pieces) if float(piece[-1]) != count]  # noqa: B905
+            if wrong:
+                sys.exit(f"{wrong[0]}: an all-reduce over the {count} GPUs of this host gives a wrong sum")
+            for piece in pieces:
+                piece.fill_(1.0)
+    except RuntimeError as error:
+        sys.exit(f"an all-reduce over the {count} GPUs of this host: {str(error).splitlines()[0]}")
+    return size * 2 * (count - 1) / count / min(times) / 1e6
 
 
 def main() -> None:
@@ -158,4 +186,9 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     result = {"rank": rank, "latency_us": latency * 1e6, "mb_s": speed, "pairs": pairs, "gflops": gflops}
+    if device.type == "cuda":
+        if len(devices := places(torch, device)) > 1:
+            result.update(node_mb_s=reduce_together(torch, devices, big_bytes), node_promised=between_gpus())
+        if world > 1:
+            result["promised"] = to_other_hosts(os.environ.get("NCCL_SOCKET_IFNAME", interface or "").lstrip("="))
     print(json.dumps(result), flush=True)

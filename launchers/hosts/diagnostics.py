@@ -45,7 +45,11 @@ class HostDiagnostics:
                     "all_reduce_mb_s": speed.mb_s,
                     "best_peer_mb_s": speed.best_mb_s,
                 }
-                row |= {"gflops": speed.gflops}
+                row |= {"gflops": speed.gflops, "node_all_reduce_mb_s": speed.node_mb_s}
+                row |= {
+                    name: None if promised is None else {"by": promised[0], "mb_s": promised[1]}
+                    for name, promised in (("node_promised", speed.node_promised), ("promised", speed.promised))
+                }
             rows.append(row)
         return rows
 
@@ -65,24 +69,25 @@ def diagnose_hosts(
     bad = {f.where: f.what for f in reversed(findings) if f.level == "error" and f.where}
     answering = {one.name: transports[one.name] for one in facts_by_host if one.error is None}
     speeds: list[all_reduce.HostSpeed] = []
-    if network and len(answering) > 1:
-        progress("trying every pair")
-        blocked, failed = ports.probe_ports(answering, pythons)
-        findings += ports.find_blocked_pairs(blocked, failed)
-        for name in (*failed, *ports.failed_hosts(blocked)):
-            bad.setdefault(name, "other hosts cannot talk to it")
+    if network and answering:
+        if len(answering) > 1:
+            progress("trying every pair")
+            blocked, failed = ports.probe_ports(answering, pythons)
+            findings += ports.find_blocked_pairs(blocked, failed)
+            for name in (*failed, *ports.failed_hosts(blocked)):
+                bad.setdefault(name, "other hosts cannot talk to it")
         facts = {one.name: one.facts for one in facts_by_host}
         sound = {n: t for n, t in answering.items() if n not in bad and facts[n]["torch"]}
-        if len(sound) > 1:
+        on_gpus = all(facts[name]["gpus"] and facts[name]["cuda"] for name in sound)
+        if len(sound) > 1 or any(on_gpus and len(facts[name]["gpus"]) > 1 for name in sound):
             progress("running an all-reduce")
-            on_gpus = all(facts[name]["gpus"] and facts[name]["cuda"] for name in sound)
             try:
                 speeds = all_reduce.run_all_reduce(sound, pythons, "nccl" if on_gpus else "gloo")
             except LaunchError as error:
                 findings.append(Finding("error", error.what, error.where, error.hint))
                 if error.where:
                     bad.setdefault(error.where, error.what)
-            findings += all_reduce.find_slow_hosts(speeds)
+            findings += all_reduce.find_slow_hosts(speeds) + all_reduce.find_broken_promises(speeds)
             # A host that computes slowly may only be busy at this moment; a link does not get faster.
             for speed in all_reduce.hosts_with_slow_network(speeds):
                 bad.setdefault(speed.name, f"its network is slow: {speed.best_mb_s:.0f} MB/s at best")

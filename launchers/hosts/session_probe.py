@@ -222,6 +222,13 @@ def gpus() -> list[dict[str, Any]]:
     return [{n: int(w) if w.isdigit() else None for n, w in zip(names, row)} for row in rows if len(row) == 5]  # noqa: B905
 
 
+def device_memory(home: str, rank: str) -> dict[str, int]:
+    """Return the bytes of its GPU that a rank has last told of; nothing where it trains on none."""
+    told = (read(os.path.join(home, f"device-{rank}.json")) or {}) if rank.isdigit() else {}
+    names = ("memory_allocated", "memory_reserved", "memory_peak")
+    return {name: told[name] for name in names if isinstance(told.get(name), int)}
+
+
 class Sampler:
     """Measurements of one node; rates are those since the measurement before."""
 
@@ -263,7 +270,10 @@ class Sampler:
             "memory_used": used,
             "memory_total": total,
             "gpus": gpus(),
-            "ranks": [self.rank(number, now, before, length) for number in sorted(now["ranks"], key=order)],
+            "ranks": [
+                {**self.rank(number, now, before, length), **device_memory(home, number)}
+                for number in sorted(now["ranks"], key=order)
+            ],
             "progress": read(os.path.join(home, "progress.json")) or beat.get("progress") or {},
         }
 

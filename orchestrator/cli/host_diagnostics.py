@@ -77,7 +77,7 @@ def _show(made: HostDiagnostics) -> None:
     from orc.orchestrator.cli.ui.reporting import block
 
     rows = [_row(row) for row in made.hosts()]
-    header = ("", "HOST", "PYTHON", "TORCH", "GPUS", "CPUS", "FREE", "CLOCK", "ALL-REDUCE", "BANDWIDTH")
+    header = ("", "HOST", "PYTHON", "TORCH", "GPUS", "CPUS", "FREE", "CLOCK", "ALL-REDUCE", "BANDWIDTH", "IN NODE")
     echo(output.table(header, rows))
     for finding in made.findings:
         fields = {"what": finding.what, "where": finding.where, "do": finding.hint}
@@ -89,7 +89,7 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 
     verdict = output.style("bad", fg="red") if row["bad"] else output.style("ok", fg="green")
     if "python" not in row:  # it says nothing about itself
-        return (verdict, row["host"], *["-"] * 8)
+        return (verdict, row["host"], *["-"] * 9)
     gpus = row["gpus"]
     skew = "ok" if abs(row["skew_s"]) < 1 else f"{row['skew_s']:+.0f} s"
     return (
@@ -103,4 +103,14 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
         skew,
         f"{row['latency_us'] / 1000:.2f} ms" if "latency_us" in row else "-",
         f"{row['all_reduce_mb_s']:.0f} MB/s" if "latency_us" in row else "-",
+        _in_node(row),
     )
+
+
+def _in_node(row: dict[str, Any]) -> str:
+    """``341 of 478 GB/s``: of an all-reduce over all GPUs of the host, and what their links promise."""
+    measured, promised = row.get("node_all_reduce_mb_s"), row.get("node_promised")
+    if measured is None:
+        return "-"
+    most = f"of {promised['mb_s'] / 1000:.0f} " if promised else ""
+    return f"{measured / 1000:.0f} {most}GB/s"

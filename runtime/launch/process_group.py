@@ -155,6 +155,9 @@ def _meet(
         options["init_method"] = init_method
     try:
         if device.type == "cuda" and "nccl" in opened:
+            from orc.runtime.observe.flight_recorder import record_collectives
+
+            record_collectives()
             options["store"] = store = options.get("store") or _store_at(options.pop("init_method"), launch, timeout)
             claim_gpu(store, launch, device)
         dist.init_process_group(rank=launch.rank, world_size=launch.world_size, **options)
@@ -211,7 +214,7 @@ def _context(
     local_world = min(launch.local_world_size, world_size) if launch.world_size == world_size else world_size
     local_rank = launch.local_rank if launch.world_size == world_size else rank
     board, key = _board_of_group(launch, device, rank) if world_size > 1 else (None, b"")
-    return RunContext(
+    context = RunContext(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
@@ -225,6 +228,13 @@ def _context(
         key=key,
         compute=adapter or TORCH,
     )
+    if device.type == "cuda":
+        from orc.runtime.observe.device import announce
+        from orc.runtime.observe.out_of_memory import explain_out_of_memory
+
+        announce(context)
+        explain_out_of_memory(device)
+    return context
 
 
 def one_node(launch: LaunchEnvironment) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.logging import get_logger
+from orc.runtime.observe.device import MEMORY, device_memory, note_memory
 from orc.runtime.observe.flops import peak_tflops
 from orc.runtime.observe.meter import Meter
 
@@ -123,6 +124,8 @@ class Reporter:
         meter = self.meter
         slowest, meter.slowest_s = meter.slowest_s, 0.0
         step_s = busy / steps
+        memory = device_memory(self.context.device)
+        note_memory(self.context, memory)
         self._windows[self.context.rank] = {
             "steps": int(steps),
             "window_s": wall,
@@ -133,6 +136,7 @@ class Reporter:
             "data_wait": waited / busy,
             "other_s": other,
             "tflops": meter.flops / step_s / 1e12 if meter.flops else None,
+            **memory,
         }
         return True
 
@@ -209,6 +213,7 @@ def combine(windows: Mapping[int, Window], own: int, peak: float | None, peers: 
         "other_s": windows[own]["other_s"],
         "tflops": mean_tflops,
         "mfu": mean_tflops / peak if mean_tflops is not None and peak else None,
+        **{name: max(windows[rank].get(name, 0) for rank in ranks) for name in MEMORY if name in windows[own]},
         "ranks": len(ranks),
     }
 

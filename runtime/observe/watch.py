@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from orc.runtime.collectives.board import ANSWER_S as BOARD_S
 from orc.runtime.collectives.board import BoardError, BoardTimeout, next_name, pace
+from orc.runtime.observe.flight_recorder import flight_record, last_collectives
 from orc.runtime.observe.watchdog import (
     EXIT_STATUS,
     Beat,
@@ -226,7 +227,8 @@ class Watch:
         self._report(kind, answers, beat, store, f"{incident}/done")
 
     def _answer(self, beat: Beat) -> Beat:
-        return Beat(beat.rank, beat.step, beat.position, beat.idle_s, beat.step_s, main_place())
+        issued = last_collectives(flight_record())
+        return Beat(beat.rank, beat.step, beat.position, beat.idle_s, beat.step_s, main_place(), issued)
 
     def _await(self, store: Board, keys: list[str]) -> None:
         deadline = time.monotonic() + ANSWER_S

@@ -20,10 +20,12 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orc.runtime.observe.flight_recorder import LastCollective, flight_record, newest
+from orc.runtime.observe.flight_recorder import behind as behind_in_collectives
 from orc.runtime.observe.whereabouts import WAITING, Place, all_stacks
 
 if TYPE_CHECKING:
@@ -65,7 +67,8 @@ class StallRules:
 class Beat:
     """State of one rank: how far it is, for how long it has been there, and what it is doing.
 
-    ``position`` grows with every step and every batch; positions of different ranks compare.
+    ``position`` grows with every step and every batch; positions of different ranks compare. ``collectives`` are the
+    last ones that it has issued, by process group, where torch records them.
     """
 
     rank: int
@@ -74,6 +77,7 @@ class Beat:
     idle_s: float
     step_s: float | None = None  # typical duration of a step; `None` before the second one
     place: Place | None = None
+    collectives: Mapping[str, LastCollective] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the beat as one line of JSON."""
@@ -85,6 +89,7 @@ class Beat:
                 "idle_s": round(self.idle_s, 3),
                 "step_s": self.step_s,
                 "place": self.place.to_dict() if self.place else None,
+                "collectives": {group: asdict(last) for group, last in self.collectives.items()},
             }
         )
 
@@ -100,6 +105,7 @@ class Beat:
             data["idle_s"],
             data["step_s"],
             Place(**place) if place else None,
+            {group: LastCollective(**last) for group, last in data["collectives"].items()},
         )
 
 
@@ -116,12 +122,16 @@ def late_ranks(beats: Sequence[Beat], factor: float, floor_s: float = LATE_FLOOR
 def holding_up(beats: Mapping[int, Beat | None]) -> list[int]:
     """Return the ranks that the others seem to wait for; empty when none stands out.
 
-    First those that give no answer, then those that are behind, then those that are not waiting themselves.
+    First those that give no answer, then those that have issued fewer collectives than others, then those that are
+    behind, then those that are not waiting themselves.
     """
     silent = [rank for rank, beat in beats.items() if beat is None]
     if silent:
         return silent if len(silent) < len(beats) else []
     known = [beat for beat in beats.values() if beat is not None]
+    missing = behind_in_collectives({beat.rank: beat.collectives for beat in known})
+    if missing:
+        return sorted(missing)
     last = min(beat.position for beat in known)
     behind = [beat for beat in known if beat.position == last]
     if len(behind) == len(known):
@@ -132,6 +142,7 @@ def holding_up(beats: Mapping[int, Beat | None]) -> list[int]:
 def summarize(kind: str, idle_s: float, beats: Mapping[int, Beat | None]) -> str:
     """Return a line to read: ``stalled: no step for 60 s at step 12; rank 1 is at train.py:31 in main: x = read()``."""
     known = [beat for beat in beats.values() if beat is not None]
+    missing = behind_in_collectives({beat.rank: beat.collectives for beat in known})
     step = max((beat.step for beat in known), default=0)
     culprits = holding_up(beats)
     head = "stalled: no step" if kind == "stalled" else "late: no step on some ranks"
@@ -144,6 +155,9 @@ def summarize(kind: str, idle_s: float, beats: Mapping[int, Beat | None]) -> str
             parts.append(f"rank {rank} gives no answer (its interpreter is blocked or its process is gone)")
         elif beat.place is not None:
             doing = f" ({beat.place.activity})" if beat.place.activity != "script" else ""
+            if rank in culprits and rank in missing:
+                group, count, most = missing[rank]
+                doing += f", having issued {count} collectives of group {group} where others have {most}"
             parts.append(f"rank {rank} is at {beat.place}{doing}")
     if len(culprits) > 3 or (not culprits and len(beats) > 3):
         parts.append("more ranks in the report")
@@ -161,6 +175,9 @@ def table(beats: Mapping[int, Beat | None]) -> list[str]:
             continue
         place = beat.place
         doing = f"{place.activity}, {place}" if place else "unknown"
+        for group, last in beat.collectives.items():
+            state = "" if last.done else ", not done"
+            doing += f", collective {last.number} of group {group} ({last.operation}{state})"
         lines.append(f"  rank {rank}: step {beat.step}, there for {beat.idle_s:.1f} s, {doing}{mark}")
     return lines
 
@@ -191,6 +208,7 @@ def report(
             ],
             "waiting_for": holding_up(beats),
             "stacks": all_stacks(),
+            "flight_recorder": newest(flight_record()),
         }
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import dis
 import functools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
 import traceback
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -23,7 +27,9 @@ _ACTIVITIES = (
     ("optimizer", ("torch/optim/", "runtime/train/optimizer.py")),
     ("forward", ("torch/nn/",)),
 )
-WAITING = ("collective", "backward")  # a rank that is there may be waiting for another one
+WAITING = ("collective", "backward", "synchronize")  # a rank that is there may be waiting for another one
+# What waits for the device, and so for the collectives that it has in front of it.
+_WAITS_FOR_DEVICE = re.compile(r"item|tolist|cpu|numpy|float|int|bool|\w*synchronize")
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,8 @@ class Place:
         where: the innermost line of the script: ``train.py:31 in main``.
         line: the text of that line.
         operation: what that line has called: ``Accelerator.backward``; empty when Python cannot see it.
-        activity: ``collective``, ``backward``, ``data``, ``optimizer``, ``forward``, ``checkpoint`` or ``script``.
+        activity: ``collective``, ``synchronize`` (with the device), ``backward``, ``data``, ``optimizer``, ``forward``,
+            ``checkpoint`` or ``script``.
     """
 
     where: str
@@ -83,9 +90,39 @@ def place_of(frame: FrameType) -> Place:
         if found is not None:
             activity = found
             break
+    if activity != "collective" and waits_for_device(frame):
+        activity = "synchronize"
     filename, number = script.f_code.co_filename, script.f_lineno
     line = linecache.getline(filename, number, script.f_globals).strip()
     return Place(f"{filename}:{number} in {script.f_code.co_name}", line, called, activity)
+
+
+def waits_for_device(frame: FrameType) -> bool:
+    """Return whether the innermost *frame* is in C that waits for the device: ``loss.item()``, ``if loss > 1:``.
+
+    Python has no frame of such a call; the instruction that runs knows its place in the source (Python 3.11).
+    """
+    positions = getattr(frame.f_code, "co_positions", None)
+    if positions is None or frame.f_lasti < 0:
+        return False
+    if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("TO_BOOL", "POP_JUMP_IF", "POP_JUMP_FORWARD_IF")):
+        return True
+    first, last, begin, end = next(islice(positions(), frame.f_lasti // 2, None))
+    if None in (first, last, begin, end):
+        return False
+    lines = [
+        linecache.getline(frame.f_code.co_filename, number, frame.f_globals).rstrip("\n").encode()
+        for number in range(first, last + 1)
+    ]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][begin:]
+    try:
+        call = ast.parse(b"(" + b"\n".join(lines) + b")", mode="eval").body
+    except (SyntaxError, ValueError):  # the file is not the one that runs any more
+        return False
+    function = call.func if isinstance(call, ast.Call) else None
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return _WAITS_FOR_DEVICE.fullmatch(name) is not None
 
 
 def main_place() -> Place:

@@ -26,6 +26,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("step_s", "STEP", lambda v: f"{v * 1000:.1f} ms"),
     ("data_wait", "DATA WAIT", lambda v: f"{v:.0%}"),
     ("mfu", "MFU", lambda v: f"{v:.1%}"),
+    ("memory_peak", "GPU PEAK", lambda v: f"{v / 1e9:.1f} GB"),
 )
 
 

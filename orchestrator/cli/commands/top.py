@@ -26,6 +26,7 @@ HEADER = (
     "RANKS",
     "RANK CPU",
     "RANK MEM",
+    "RANK GPU MEM",
     "STEP",
     "STEP/S",
 )
@@ -141,9 +142,24 @@ def row(sample: Sample) -> tuple[str, ...]:
         str(len(ranks)),
         f"{sum(rank['cpu_percent'] for rank in ranks):.0f}%",
         size(sum(rank["rss"] for rank in ranks)),
+        _device_memory(ranks),
         str(data["progress"].get("step", "-")),
         "-" if sample.step_s is None else f"{sample.step_s:g}",
     )
+
+
+def _device_memory(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """``51.2 GB of 60.0 GB, peak 71.3 GB``: taken by tensors, held by the allocator, and the most that was taken, of
+    the rank that has taken most.
+    """
+    from orc.orchestrator.cli.ui.output import size
+
+    told = [rank for rank in ranks if "memory_peak" in rank]
+    if not told:
+        return "-"
+    fullest = max(told, key=lambda rank: int(rank["memory_peak"]))
+    allocated, reserved, peak = (size(fullest[f"memory_{what}"]) for what in ("allocated", "reserved", "peak"))
+    return f"{allocated} of {reserved}, peak {peak}"
 
 
 def _gpus(gpus: Sequence[Mapping[str, Any]]) -> str:

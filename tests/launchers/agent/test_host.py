@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from orc.launchers.agent.gpus import gpu_names
+from orc.launchers.agent.gpus import gpu_names, own_part
 from orc.launchers.agent.procfs import is_running
 from orc.launchers.agent.signals import signal_process
 from orc.launchers.agent.start import Slots
@@ -143,6 +143,20 @@ def test_gpus_of_a_host_are_taken_by_uuid_and_only_as_many_as_it_has(placed, nvi
     assert start(third)[1] == {"state": "busy", "holders": ["orc-job-1-a1", "orc-job-2-a1"]}
     status, answer, _ = start(placed(4, total=64, take=4))
     assert (status, answer["reason"]) == (77, "the job takes 4 GPUs of this host, which has 3")
+
+
+def test_each_rank_sees_its_own_of_several_mig_devices_also_where_the_job_has_all(placed, nvidia_smi):
+    nvidia_smi(SPLIT.partition("\n")[2].replace("GPU 1", "GPU 0"))
+    job = placed(1, take=2, total=2, nproc=2)
+    assert start(job)[0] == 0
+    for rank, name in enumerate(("MIG-b1", "MIG-b2")):
+        job.until_log(f"ready {name}\n", rank)
+
+
+def test_gpus_that_are_whole_are_shown_to_every_rank():
+    assert own_part({"CUDA_VISIBLE_DEVICES": "GPU-aaaa,GPU-bbbb"}, 1, 2) == own_part({}, 0, 2) == {}
+    assert own_part({"CUDA_VISIBLE_DEVICES": "MIG-b1,MIG-b2"}, 0, 1) == {}  # a process that starts its own
+    assert own_part({"CUDA_VISIBLE_DEVICES": "GPU-aaaa,MIG-b2"}, 0, 2) == {"CUDA_VISIBLE_DEVICES": "GPU-aaaa"}
 
 
 def test_a_gpu_is_not_handed_out_under_a_number_where_nvidia_smi_fails(placed, nvidia_smi):

@@ -73,6 +73,14 @@ def test_the_rank_of_open_mpi_is_understood(shim, tmp_path):
     assert read_json(str(tmp_path / "node-1/rank-3-r2.json"))["local_rank"] == 1
 
 
+def test_a_rank_of_a_launcher_sees_its_own_of_several_mig_devices(shim, tmp_path):
+    shown = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    env = {"CUDA_VISIBLE_DEVICES": "MIG-b1,MIG-b2", "LOCAL_WORLD_SIZE": "2"}
+    for rank in ("0", "1"):
+        assert shim(sys.executable, "-c", shown, RANK=rank, LOCAL_RANK=rank, **env).wait(60) == 0
+    assert [(tmp_path / f"logs/rank-{rank}.log").read_text() for rank in range(2)] == ["MIG-b1\n", "MIG-b2\n"]
+
+
 def test_a_program_that_cannot_be_started_is_told_in_the_ranks_log(shim, tmp_path):
     assert shim("no-such-program", RANK="0").wait(60) == 127
     assert "cannot start no-such-program" in (tmp_path / "logs/rank-0.log").read_text()

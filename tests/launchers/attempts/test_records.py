@@ -192,3 +192,14 @@ def test_logs_are_listed_by_number(tmp_path):
         LogSelector(node=0),
         LogSelector(launcher=True),
     ]
+
+
+def test_errors_of_gpus_on_any_node_are_part_of_the_reason_but_not_of_what_was_asked_for():
+    crash = record(0, "crash", first_failure=failure(0, 5.0))
+    ill = record(1, "peer", gpu_errors="GPU 0000:3b:00 of rank 1: Xid 79")
+    verdict = merge([crash, ill], 2)
+    assert verdict is not None
+    assert verdict.reason == "rank 0 on host-0 exited with 1; host-1: GPU 0000:3b:00 of rank 1: Xid 79"
+    cancelled = merge([record(0, "cancelled"), ill], 2)
+    assert cancelled is not None
+    assert cancelled.reason == "cancelled on 0"

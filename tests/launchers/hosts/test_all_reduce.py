@@ -14,8 +14,9 @@ import torch
 from orc.launchers.errors import BackendError
 from orc.launchers.hosts import all_reduce, ports
 from orc.launchers.hosts.all_reduce import HostSpeed
-from orc.launchers.hosts.all_reduce_probe import multiply, partner, places
+from orc.launchers.hosts.all_reduce_probe import multiply, partner, places, reduce_together
 from orc.launchers.hosts.ports import BlockedConnection, failed_hosts, find_blocked_pairs, peers_of
+from orc.launchers.hosts.promised_speed import between_gpus, to_other_hosts
 from orc.launchers.remote.programs import Program, source
 from orc.launchers.remote.transport import LocalTransport, Process
 
@@ -137,7 +138,14 @@ class Torch:
     def __init__(self, ill: int | None = None) -> None:
         self.tried: list[int] = []
         self.ill = ill
-        self.cuda = SimpleNamespace(device_count=lambda: 3, synchronize=lambda device: None)
+        self.forgets: int | None = None  # a GPU whose values do not reach the others
+        nccl = SimpleNamespace(all_reduce=self.all_reduce)
+        self.cuda = SimpleNamespace(device_count=lambda: 3, synchronize=lambda device: None, nccl=nccl)
+
+    def all_reduce(self, pieces: list[torch.Tensor]) -> None:
+        total = sum((piece for at, piece in enumerate(pieces) if at != self.forgets), torch.zeros_like(pieces[0]))
+        for piece in pieces:
+            piece.copy_(total)
 
     def device(self, kind: str, index: int = 0) -> SimpleNamespace:
         return SimpleNamespace(type=kind, index=index)
@@ -146,7 +154,7 @@ class Torch:
         self.tried.append(device.index)
         if device.index == self.ill:
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nmore")
-        return torch.ones(2, 2)
+        return torch.ones(*[2] * len(shape))
 
 
 def test_every_gpu_of_a_host_is_tried() -> None:
@@ -157,3 +165,75 @@ def test_every_gpu_of_a_host_is_tried() -> None:
     assert len(places(double, double.device("cpu"))) == 1
     with pytest.raises(SystemExit, match=r"uncorrectable ECC error encountered$"):
         multiply(Torch(ill=1), found[1], 2)
+
+
+def test_the_gpus_of_a_host_reduce_together_and_what_they_give_is_checked() -> None:
+    double = Torch()
+    assert reduce_together(double, places(double, double.device("cuda")), 4 << 20) > 0
+    double.forgets = 1
+    with pytest.raises(SystemExit, match="an all-reduce over the 3 GPUs of this host gives a wrong sum"):
+        reduce_together(double, places(double, double.device("cuda")), 4 << 20)
+    with pytest.raises(SystemExit, match="over the 3 GPUs of this host: CUDA error: uncorrectable ECC error enc"):
+        reduce_together(Torch(ill=1), places(double, double.device("cuda")), 4 << 20)
+
+
+def test_a_host_that_is_far_below_what_its_hardware_promises_is_named_even_alone() -> None:
+    sound = HostSpeed("a", 50.0, 20e3, 21e3, 9e5, 340e3, ("NVLink", 478e3), ("mlx5_0", 50e3))
+    ill = HostSpeed("b", 50.0, 20e3, 1100.0, 9e5, 17e3, ("NVLink", 478e3), ("mlx5_0", 50e3))
+    assert all_reduce.find_broken_promises([sound, HostSpeed("c", 50.0, 90.0, 80.0, 80.0)]) == []
+    found = all_reduce.find_broken_promises([ill])
+    assert [(finding.where, finding.level, finding.what) for finding in found] == [
+        ("b", "warning", "its GPUs reduce at 17.0 GB/s, where NVLink promises 478"),
+        ("b", "warning", "it sends at 1.1 GB/s, where mlx5_0 promises 50"),
+    ]
+
+
+SMI = """#!/bin/sh
+case "$1" in
+  nvlink) cat "{place}/nvlink" ;;
+  topo) cat "{place}/topo" ;;
+  *) printf '4, 16\\n5, 16\\n' ;;
+esac
+"""
+LINKS = """GPU {0}: NVIDIA H100 80GB HBM3 (UUID: GPU-{0})
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+"""
+TOPOLOGY = """\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \tNV18\tPXB\t0-55\t0\t\tN/A
+GPU1\tNV18\t X \tSYS\t0-55\t0\t\tN/A
+NIC0\tPXB\tSYS\t X
+"""
+
+
+def test_nvlink_promises_where_it_joins_every_two_gpus_and_else_pci_express(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    assert between_gpus() is None
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvidia-smi").write_text(SMI.format(place=tmp_path))
+    (tmp_path / "bin/nvidia-smi").chmod(0o755)
+    (tmp_path / "nvlink").write_text(LINKS.format(0) + LINKS.format(1))
+    (tmp_path / "topo").write_text(TOPOLOGY)
+    assert between_gpus() == ("NVLink", 53124.0)
+    (tmp_path / "topo").write_text(TOPOLOGY.replace("NV18", "SYS"))
+    assert between_gpus() == ("PCI Express", 16 * 1969.0)  # of the slower one
+    (tmp_path / "topo").write_text(TOPOLOGY)
+    (tmp_path / "nvlink").write_text(LINKS.format(0) + "GPU 1: NVIDIA H100 (UUID: GPU-1)\n\t Link 0: <inactive>\n")
+    assert between_gpus() == ("PCI Express", 16 * 1969.0)
+
+
+def test_the_network_promises_what_its_fastest_port_that_is_up_has(tmp_path: Path) -> None:
+    assert to_other_hosts("eth0", str(tmp_path)) is None
+    (tmp_path / "class/net/eth0").mkdir(parents=True)
+    (tmp_path / "class/net/eth0/speed").write_text("-1\n")  # of a virtual machine
+    assert to_other_hosts("eth0", str(tmp_path)) is None
+    (tmp_path / "class/net/eth0/speed").write_text("25000\n")
+    assert to_other_hosts("eth0", str(tmp_path)) == ("eth0", 3125.0)
+    for card, rate, state in (("mlx5_0", "400 Gb/sec (4X NDR)", "4: ACTIVE"), ("mlx5_1", "800 Gb/sec (8X)", "1: DOWN")):
+        port = tmp_path / f"class/infiniband/{card}/ports/1"
+        port.mkdir(parents=True)
+        (port / "rate").write_text(rate + "\n")
+        (port / "state").write_text(state + "\n")
+    assert to_other_hosts("eth0", str(tmp_path)) == ("mlx5_0", 50000.0)

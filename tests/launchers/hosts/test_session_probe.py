@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from orc import launchers
+from orc.launchers.hosts.session_probe import device_memory
 
 PROGRAMS = (
     "environments/build.py",
@@ -17,6 +18,7 @@ PROGRAMS = (
     "environments/requirements.py",
     "hosts/probe.py",
     "hosts/all_reduce_probe.py",
+    "hosts/promised_speed.py",
     "hosts/session_probe.py",
 )
 
@@ -37,3 +39,9 @@ def test_programs_for_nodes_are_python_3_9_and_import_the_standard_library_only(
         call for call in ast.walk(tree) if isinstance(call, ast.Call) and any(k.arg == "strict" for k in call.keywords)
     ]
     assert strict == []  # zip(strict=) is 3.10
+
+
+def test_the_memory_of_a_gpu_is_what_its_rank_has_told_of_in_numbers(tmp_path: Path) -> None:
+    (tmp_path / "device-3.json").write_text('{"name": "L4", "memory_allocated": 3, "memory_reserved": "much"}')
+    assert device_memory(str(tmp_path), "3") == {"memory_allocated": 3}
+    assert device_memory(str(tmp_path), "4") == device_memory(str(tmp_path), "") == {}

@@ -49,6 +49,7 @@ def test_a_node_that_cannot_be_asked_keeps_its_row() -> None:
 
 def test_gpus_are_summed_up() -> None:
     gpu = {"index": 0, "utilisation": 90, "memory_used_mib": 30720, "memory_mib": 81920, "temperature_c": 60}
+    memory = {"memory_allocated": 3e9, "memory_reserved": 4e9, "memory_peak": 3.5e9}
     data = {
         "state": "running",
         "cpu_percent": 12.3,
@@ -57,9 +58,13 @@ def test_gpus_are_summed_up() -> None:
         "memory_used": 1e9,
         "memory_total": 5e9,
         "gpus": [gpu, {**gpu, "utilisation": 100}],
-        "ranks": [{"rank": 0, "cpu_percent": 99.0, "rss": 2e9}, {"rank": None, "cpu_percent": 1.0, "rss": 1e6}],
+        "ranks": [
+            {"rank": 0, "cpu_percent": 99.0, "rss": 2e9, **memory},
+            {"rank": None, "cpu_percent": 1.0, "rss": 1e6},
+        ],
         "progress": {"step": 12},
     }
     shown = dict(zip(HEADER, row(Sample("j", 0, "h", data, 1.5)), strict=True))
     assert (shown["GPU"], shown["RANKS"], shown["RANK MEM"]) == ("2: 95% 60 GiB", "1", "2.0 GB")
+    assert shown["RANK GPU MEM"] == "3.0 GB of 4.0 GB, peak 3.5 GB"
     assert (shown["STEP"], shown["STEP/S"]) == ("12", "1.5")

@@ -290,6 +290,13 @@ def test_ranks_are_summed_averaged_and_compared():
     assert (line["tflops"], line["mfu"]) == (75.0, 0.25)
 
 
+def test_memory_is_that_of_the_fullest_gpu_and_none_on_cpus():
+    memory = {"memory_allocated": 3, "memory_reserved": 5, "memory_peak": 4}
+    line = combine({0: window(0.1, **memory), 1: window(0.1, **{**memory, "memory_peak": 5})}, own=0, peak=None)
+    assert {name: line[name] for name in memory} == {**memory, "memory_peak": 5}
+    assert not set(memory) & set(combine({0: window(0.1)}, own=0, peak=None))
+
+
 def test_among_ranks_in_step_the_one_that_waits_for_data_is_the_slowest():
     assert combine({0: window(0.101), 1: window(0.1), 2: window(0.1, 0.6)}, own=0, peak=None)["slowest_rank"] == 2
 
@@ -346,8 +353,9 @@ def test_the_first_lines_come_soon_and_then_ever_more_slowly(job, monkeypatch):
         rank=0,
         is_main=True,
         world_size=1,
+        device=torch.device("cpu"),
         topology=SimpleNamespace(peers=1),
-        env=SimpleNamespace(job=SimpleNamespace(attempt=1, restart=0)),
+        env=SimpleNamespace(job=SimpleNamespace(attempt=1, restart=0, attempt_dir=None)),
     )
     report = reporter.Reporter(context, counts, job / "m.jsonl", 10.0)
     for tick in range(600):  # a minute: the first step is taken after three seconds

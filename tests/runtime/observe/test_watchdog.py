@@ -6,15 +6,19 @@ import runpy
 import signal
 import sys
 import textwrap
+import threading
+import time
 import traceback
 
 import pytest
 
 from orc.runtime.core.config import resolve
-from orc.runtime.observe.watchdog import Beat, StallRules, holding_up, late_ranks, summarize
-from orc.runtime.observe.whereabouts import Place, main_place
+from orc.runtime.observe.flight_recorder import LastCollective, behind, last_collectives
+from orc.runtime.observe.watchdog import Beat, StallRules, holding_up, late_ranks, summarize, table
+from orc.runtime.observe.whereabouts import Place, main_place, place_of
 
 BACKWARD = Place("train.py:9 in main", "loss.backward()", "Tensor.backward", "backward")
+SYNCHRONIZING = Place("train.py:7 in main", "log(loss.item())", "", "synchronize")
 READING = Place("train.py:5 in main", "x = read()", "", "script")
 
 
@@ -54,12 +58,67 @@ def test_lateness_needs_to_know_how_long_a_step_takes():
         ({0: beat(0, (5, 6)), 1: beat(1, (5, 6), place=READING)}, [1]),
         ({0: beat(0, (5, 6)), 1: beat(1, (5, 6))}, []),
         ({0: beat(0, (5, 6), place=READING), 1: beat(1, (5, 6), place=READING)}, []),
+        ({0: beat(0, (5, 6), place=SYNCHRONIZING), 1: beat(1, (5, 6), place=READING)}, [1]),
         ({0: None, 1: None}, []),
     ],
-    ids=["silent", "behind", "not waiting", "all wait", "all busy", "all silent"],
+    ids=["silent", "behind", "not waiting", "all wait", "all busy", "others wait for their device", "all silent"],
 )
 def test_the_rank_that_holds_the_others_up_is_told_from_the_rest(beats, expected):
     assert holding_up(beats) == expected
+
+
+def issued(*groups):
+    return {f"{name} [0, 1, 2]": LastCollective(number, "nccl:all_reduce", done) for name, number, done in groups}
+
+
+def waiting(rank, collectives, position=(5, 6)):
+    return Beat(rank, position[0], position, 60.0, 0.1, SYNCHRONIZING, collectives)
+
+
+def test_of_ranks_that_all_wait_for_their_device_the_one_with_the_fewest_collectives_is_named():
+    beats = {rank: waiting(rank, issued(("0", 41 if rank == 1 else 42, rank == 1))) for rank in range(3)}
+    assert holding_up(beats) == [1]
+    said = summarize("stalled", 60, beats)
+    assert said.count("; rank") == 1
+    assert said.endswith("(synchronize), having issued 41 collectives of group 0 [0, 1, 2] where others have 42")
+    lines = table(beats)
+    assert "collective 42 of group 0 [0, 1, 2] (nccl:all_reduce, not done)" in lines[0]
+    assert "collective 41 of group 0 [0, 1, 2] (nccl:all_reduce)   <- the others wait" in lines[1]
+
+
+def test_collectives_count_more_than_steps_which_a_rank_takes_before_its_device_has():
+    """Rank 0 prints nothing, so it has run ahead of its device; 1 and 2 wait for the loss of a step that 2 has left."""
+    beats = {
+        0: waiting(0, issued(("0", 50, False)), (7, 8)),
+        1: waiting(1, issued(("0", 42, False))),
+        2: waiting(2, issued(("0", 41, True))),
+    }
+    assert holding_up(beats) == [2]
+
+
+def test_a_rank_that_waits_in_one_group_is_not_blamed_for_its_other_groups():
+    members = {0: issued(("tp", 9, False), ("dp", 4, True)), 1: issued(("tp", 8, True)), 2: issued(("dp", 5, False))}
+    assert list(behind(members)) == [1]
+    both = {0: issued(("dp", 4, False)), 1: issued(("dp", 5, False))}
+    assert behind(both) == {0: ("dp [0, 1, 2]", 4, 5)}  # it is all that there is to say
+
+
+DUMP = {
+    "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+    "entries": [
+        {"process_group": ["0", "default_pg"], "collective_seq_id": 6, "is_p2p": False, "state": "completed",
+         "retired": True, "profiling_name": "nccl:broadcast"},
+        {"process_group": ["0", "default_pg"], "collective_seq_id": 7, "is_p2p": False, "state": "scheduled",
+         "retired": False, "profiling_name": "nccl:all_reduce"},
+        {"process_group": ["0", "default_pg"], "collective_seq_id": 7, "is_p2p": True, "state": "scheduled",
+         "retired": False, "profiling_name": "nccl:send 0->1"},
+    ],
+}  # fmt: skip
+
+
+def test_the_last_collective_of_a_group_is_that_of_its_members():
+    assert last_collectives(DUMP) == {"0 [0, 1]": LastCollective(7, "nccl:all_reduce", False)}
+    assert last_collectives(None) == {}
 
 
 def test_the_summary_names_step_rank_and_line():
@@ -72,7 +131,8 @@ def test_the_summary_names_step_rank_and_line():
 
 
 def test_an_answer_survives_its_way_through_the_store():
-    assert Beat.from_json(beat(3, (5, 6, 0)).to_json()) == beat(3, (5, 6, 0))
+    for one in (beat(3, (5, 6, 0)), waiting(3, issued(("0", 7, False)))):
+        assert Beat.from_json(one.to_json()) == one
 
 
 @pytest.mark.parametrize(
@@ -96,6 +156,40 @@ def test_where_a_process_is_names_the_script_s_line():
     assert place.where.startswith(f"{__file__}:")
     assert place.line == "place = main_place()"
     assert place.activity == "script"
+
+
+@pytest.mark.parametrize(
+    ("line", "activity"),
+    [
+        ("loss.item()", "synchronize"),
+        ("print(1 + loss.item(), str(loss))", "synchronize"),
+        ("loss.synchronize(\n    *(),\n)", "synchronize"),
+        ("if loss: pass", "synchronize"),
+        ("loss.read()", "script"),
+        ("loss.read(int(True), float(-1))", "script"),
+    ],
+)
+def test_a_call_into_c_that_waits_for_the_device_is_told_from_others(line, activity, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"def main(loss):\n{textwrap.indent(line, '    ')}\n")
+    names = {}
+    exec(compile(script.read_text(), script, "exec"), names)
+    lock, deadline = threading.Lock(), time.monotonic() + 30
+    lock.acquire()  # a method in C: Python has no frame for it
+    loss = type("Loss", (), dict.fromkeys(("item", "synchronize", "read", "__bool__"), lock.acquire))()
+    thread = threading.Thread(target=names["main"], args=(loss,))
+    thread.start()
+    try:
+        while (frame := sys._current_frames()[thread.ident]).f_code.co_name != "main":
+            pass
+        place = place_of(frame)
+        while place.activity != activity and time.monotonic() < deadline:  # the thread is on its way into the call
+            place = place_of(sys._current_frames()[thread.ident])
+        assert place.activity == activity
+        assert place.where == f"{script}:2 in main"
+    finally:
+        lock.release()
+        thread.join()
 
 
 # ---- whole processes
@@ -216,12 +310,37 @@ def test_every_rank_says_which_rank_is_where_and_ends(launch, tmp_path, free_por
         held, culprit = (next(line for line in errors.splitlines() if f"  rank {r}:" in line) for r in (0, 1))
         assert "step 21" in held
         assert "backward" in held
-        assert "time.sleep(600)   <- the others wait for this one" in culprit
+        assert "time.sleep(600)" in culprit
+        assert culprit.endswith("   <- the others wait for this one")
         assert f"orc: all threads of rank {rank}:" in errors
         assert 'train.py", line' in errors  # faulthandler
         report = stall_file(tmp_path, rank)
         assert report["waiting_for"] == [1]
         assert "rank 1 is at" in report["summary"]
+        assert any("train.py" in frame for stack in report["stacks"] for frame in stack["frames"])
+
+
+@pytest.mark.distributed
+def test_the_rank_without_a_collective_that_the_others_have_issued_is_named_and_all_are_on_record(
+    launch, tmp_path, free_port
+):
+    """As under NCCL: the call has returned, and the others wait for their device, in C, at the same step."""
+    hang = (
+        "from threading import Lock; lock = Lock(); lock.acquire(); lock.acquire()\n"
+        "    elif index == 20:\n"
+        "        torch.distributed.all_reduce(torch.ones(1), async_op=True)\n"
+        "        from threading import Lock; item = Lock().acquire; item(); item()"
+    )
+    launch(hang, 2, free_port(), ORC_STALL_TIMEOUT_S="6")
+    for rank in range(2):
+        report = stall_file(tmp_path, rank)
+        assert report["waiting_for"] == [1]
+        assert "having issued" in report["summary"]
+        answers = [entry["answer"]["collectives"] for entry in report["ranks"]]
+        numbers = [next(iter(issued.values()))["number"] for issued in answers]
+        assert numbers[0] == numbers[1] + 1
+        last = report["flight_recorder"]["entries"][-1]
+        assert (last["collective_seq_id"], last["retired"]) == (numbers[rank], rank == 1)
         assert any("train.py" in frame for stack in report["stacks"] for frame in stack["frames"])
 
 

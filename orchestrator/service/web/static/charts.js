@@ -1,17 +1,18 @@
 // Curves of a training, one chart for each measurement.
 import { $, h } from "./dom.js";
-import { number } from "./format.js";
+import { bytes, number } from "./format.js";
 
 // What orc measures comes behind what else a job has written, in this order; the spread between ranks is drawn around its mean.
-const MEASURED = ["samples_per_s", "tokens_per_s", "step_s", "slowest_step_s", "grad_norm", "data_wait", "mfu", "tflops", "other_s"];
-const SPREAD = { step_s: ["step_s_min", "step_s_max"], data_wait: ["data_wait_max"] };
+const MEASURED = ["samples_per_s", "tokens_per_s", "step_s", "slowest_step_s", "grad_norm", "data_wait", "mfu", "tflops", "memory_allocated", "other_s"];
+const SPREAD = { step_s: ["step_s_min", "step_s_max"], data_wait: ["data_wait_max"], memory_allocated: ["memory_reserved", "memory_peak"] };
 const NAMES = {
   samples_per_s: "samples/s", tokens_per_s: "tokens/s", step_s: "step time (s)", slowest_step_s: "slowest step (s)", grad_norm: "gradient norm",
-  data_wait: "data wait (share of step)", mfu: "MFU", tflops: "TFLOP/s per device", other_s: "outside of steps (s)",
+  memory_allocated: "memory of the fullest GPU", data_wait: "data wait (share of step)", mfu: "MFU", tflops: "TFLOP/s per device", other_s: "outside of steps (s)",
 };
 const LEFT_OUT = ["epoch", "steps", "window_s", "world_size", "ranks", "slowest_rank"];
 const SHOWN = 16;
 const HEIGHT = 170;
+const text = (name) => (name.startsWith("memory_") ? bytes : number);
 const charts = new Map(); // by name: {figure, plot, data, say}
 
 // A chart is as wide as its place, which the other charts and the window decide.
@@ -35,7 +36,7 @@ function make(name, figure, data) {
   const options = {
     ...size(figure), cursor: { y: false }, legend: { show: false },
     scales: { x: { time: false } },
-    axes: [axis, { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick)) }],
+    axes: [axis, { ...axis, size: 52, values: (_, ticks) => ticks.map(text(name)) }],
     series: [
       {}, { stroke: color("--accent"), width: 1.5, points: { show: data[0].length < 30 } },
       ...data.slice(2).map(() => ({ stroke: color("--muted"), width: 1, dash: [4, 3], points: { show: false } })),
@@ -74,7 +75,7 @@ export function draw(series) {
       const say = (from, shown) => {
         let at = from; // the spread may have been measured at other steps
         while (at > 0 && !Number.isFinite(shown[1][at])) at -= 1;
-        value.textContent = Number.isFinite(shown[1][at]) ? `${number(shown[1][at])} at step ${shown[0][at]}` : "";
+        value.textContent = Number.isFinite(shown[1][at]) ? `${text(name)(shown[1][at])} at step ${shown[0][at]}` : "";
         figure.setAttribute("aria-label", `${title}: ${value.textContent}`);
       };
       charts.set(name, { figure, say, plot: null });

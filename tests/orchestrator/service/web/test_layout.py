@@ -47,9 +47,10 @@ def trained(service) -> JobView:
         "data_wait",
         "data_wait_max",
     )
+    memory = {"memory_allocated": 3 << 30, "memory_reserved": 4 << 30, "memory_peak": 5 << 30}
     with (service.home / "state" / "jobs" / job.id / "metrics.jsonl").open("a") as lines:
         for step in range(10, 60, 10):
-            values = dict.fromkeys(measured, 1 / step) | {"loss": 5 / step, "val_accuracy": 0.5, "lr": 0.1}
+            values = dict.fromkeys(measured, 1 / step) | {"loss": 5 / step, "val_accuracy": 0.5, "lr": 0.1, **memory}
             lines.write(json.dumps({"at": 1e9, "attempt": 1, "restart": 0, "step": step, **values}) + "\n")
     return job
 
@@ -77,9 +78,10 @@ def test_charts_begin_with_the_loss_then_what_orc_does_not_measure_and_spreads_h
     page = visit(f"/jobs/{trained.id}")
     assert charts_of(page) == [
         *("loss", "val_accuracy", "lr"),
-        *("samples_per_s", "step_s", "slowest_step_s", "data_wait", "mfu"),
+        *("samples_per_s", "step_s", "slowest_step_s", "data_wait", "mfu", "memory_allocated"),
     ]
     expect(page.get_by_role("img", name="step time (s): 0.02 at step 50")).to_be_visible()
+    expect(page.get_by_role("img", name="memory of the fullest GPU: 3 GiB at step 50")).to_be_visible()
 
 
 def test_a_log_is_as_high_as_its_lines_up_to_a_bound_and_absent_without_any(service, visit, trained):

@@ -1,0 +1,129 @@
+"""Errors of this node's GPUs while a job runs: Xids, as the kernel logs them, or else the counters of nvidia-smi."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from orc.launchers.agent.records import read_json
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+KERNEL_LOG = "/dev/kmsg"
+MOST = 4  # errors of a GPU that are kept: the first ones; what follows mostly follows from them
+RECORD_BYTES = 8192  # the kernel gives one record for each read, and refuses to give less of it
+ANSWER_S = 5.0  # of nvidia-smi, which may hang where a GPU has
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:]+)(?:\.\d)?\): (\d+), ?(.*)")
+_COUNTERS = "--query-gpu=pci.bus_id,ecc.errors.uncorrected.volatile.total"
+
+
+class GpuErrors:
+    """What the kernel has said of GPUs since this was made. Those of other jobs' GPUs are left out, where the ranks
+    have put theirs on record.
+    """
+
+    def __init__(self, node_dir: str, log: str = KERNEL_LOG) -> None:
+        self.node_dir = node_dir
+        self.errors: list[tuple[str, str]] = []  # PCI address, what it is
+        self.fd = -1
+        try:
+            self.fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self.fd, 0, os.SEEK_END)
+        except OSError:  # there is none, or it is root's alone: counters are asked at the end
+            self.close()
+
+    def close(self) -> None:
+        """Read no more."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+    def poll(self) -> list[str]:
+        """Read on, and return what is new, as lines for people."""
+        known = len(self.errors)
+        for error in (error for text in self._lines() for error in xids(text)):
+            if error not in self.errors and sum(error[0] == pci for pci, _ in self.errors) < MOST:
+                self.errors.append(error)
+        return self._told(self.errors[known:])
+
+    def _lines(self) -> Iterator[str]:
+        while self.fd >= 0:
+            try:
+                piece = os.read(self.fd, RECORD_BYTES)
+            except BlockingIOError:
+                return
+            except BrokenPipeError:  # what was next has been overwritten; the one after it comes with the next read
+                continue
+            except OSError:
+                self.close()
+                return
+            if not piece:
+                return
+            yield from piece.decode("utf-8", "replace").splitlines()
+
+    def summary(self, environ_path: str) -> str:
+        """Return what to say of a run that has failed, in one line; empty where no GPU of the job has had an error."""
+        self.poll()
+        return "; ".join(self._told(self.errors if self.fd >= 0 else counted_errors(environ_path))[:MOST])
+
+    def _told(self, errors: Sequence[tuple[str, str]]) -> list[str]:
+        """Return lines about those of *errors* that are this job's."""
+        ranks = self._ranks() if errors else {}
+        return [
+            f"GPU {pci}{f' of rank {ranks[_address(pci)]}' if ranks else ''}: {what}" if pci else what
+            for pci, what in errors
+            if not ranks or not pci or _address(pci) in ranks
+        ]
+
+    def _ranks(self) -> dict[tuple[int, ...], int]:
+        """Return which rank has the GPU at which address, as far as ranks have said so."""
+        found: dict[tuple[int, ...], int] = {}
+        try:
+            names = os.listdir(self.node_dir)
+        except FileNotFoundError:  # the attempt's directory was removed
+            return found
+        for name in names:
+            if name.startswith("device-") and name.endswith(".json"):
+                record = read_json(os.path.join(self.node_dir, name)) or {}
+                if isinstance(record.get("pci"), str) and isinstance(record.get("rank"), int):
+                    found[_address(record["pci"])] = record["rank"]
+        return found
+
+
+def xids(line: str) -> list[tuple[str, str]]:
+    """Return the PCI address and the text of the Xid in a line of the kernel's log, if it has one."""
+    match = _XID.search(line)
+    if match is None:
+        return []
+    pci, number, said = match.groups()
+    text = "".join(character for character in said if character.isprintable())[:200].strip().rstrip(".")
+    return [(pci, f"Xid {number}{f', {text}' if text else ''}")]
+
+
+def counted_errors(path: str) -> list[tuple[str, str]]:
+    """Return the GPUs that have lost memory since their driver was loaded, as the nvidia-smi on *path* has it."""
+    places = (os.path.join(place, "nvidia-smi") for place in path.split(os.pathsep))
+    program = next((place for place in places if os.path.isfile(place) and os.access(place, os.X_OK)), None)
+    if program is None:
+        return []
+    import subprocess
+
+    try:
+        argv = [program, _COUNTERS, "--format=csv,noheader,nounits"]
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [("", f"nvidia-smi: {error}")]  # which says something, too
+    found = []
+    for line in done.stdout.decode("utf-8", "replace").splitlines():
+        pci, _, count = (word.strip() for word in line.partition(","))
+        if count.isdigit() and int(count):
+            found.append((pci, f"{count} uncorrected memory errors since its driver was loaded"))
+    return found
+
+
+def _address(pci: str) -> tuple[int, ...]:
+    """Return an address as numbers: it is written with leading zeros, letters and a function, or without."""
+    words = pci.partition(".")[0].split(":")
+    return tuple(int(word, 16) for word in words if re.fullmatch(r"[0-9a-fA-F]{1,8}", word))
