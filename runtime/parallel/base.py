@@ -24,6 +24,15 @@ class Request:
     mixed_precision: str = "no"
 
 
+def shards_problem(ctx: RunContext) -> str | None:
+    """Return why the process group of *ctx* cannot gather DTensors from their shards; `None` where it can."""
+    if not ctx.compute.device_in_group:
+        return "the process group does not reach the tensors of this device"
+    if ctx.backend == "gloo" and ctx.device.type == "cuda":  # functional all_gather; seen with torch 2.11
+        return "torch crashes where it gathers shards on GPUs over gloo; use nccl, with one rank for each GPU"
+    return None
+
+
 class Parallelizer(Protocol):
     """Method of spreading a model over processes. Orders: pipeline 50, tensor 100, context 200, sharding 300,
     replication 400.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.topology import LOSS_DIMENSIONS
+from orc.runtime.parallel.base import Request, shards_problem
 from orc.runtime.parallel.fsdp import FullySharded, inside, is_instance
 from orc.runtime.parallel.shards import spread_over
 
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from orc.runtime.core.context import RunContext
-    from orc.runtime.parallel.base import Request
 
 
 class _Synchronised:
@@ -35,6 +35,10 @@ class FSDP2(FullySharded):
 
     name = "fsdp2"
     version = 2
+
+    def requires(self, ctx: RunContext) -> str | None:
+        """An open process group that gathers shards of the device."""
+        return shards_problem(ctx) or super().requires(ctx)
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Shard *model* in place, one unit at a time: no more than one is whole on the device."""

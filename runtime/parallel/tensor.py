@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from orc.runtime.core.errors import ContextError
+from orc.runtime.parallel.base import Request, shards_problem
 from orc.runtime.parallel.materialize import agree, allocate, initialize
 from orc.runtime.parallel.tensor_plan import cut_dimension, plan_of, styles_of
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.parallelism_handlers import TorchTensorParallelConfig
-    from orc.runtime.parallel.base import Request
 
 
 class TensorParallel:
@@ -43,9 +43,7 @@ class TensorParallel:
 
     def requires(self, ctx: RunContext) -> str | None:
         """An open process group of the device."""
-        if not ctx.compute.device_in_group:
-            return "the process group does not reach the tensors of this device"
-        return "the process group is not open" if ctx.group is None else None
+        return shards_problem(ctx) or ("the process group is not open" if ctx.group is None else None)
 
     def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
         """Raise for a model that its plan cannot cut, and for options that the device does not have."""

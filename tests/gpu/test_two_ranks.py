@@ -1,5 +1,6 @@
 """Two ranks: over gloo on one GPU, which NCCL refuses, and over NCCL where there are two GPUs."""
 
+import os
 from itertools import chain
 
 import pytest
@@ -16,7 +17,9 @@ from orc.runtime import (
     ParallelismConfig,
     TorchTensorParallelConfig,
 )
+from orc.runtime.testing import RankFailure
 
+ON = os.environ.get("ORC_GPU_TESTS_ON", "cuda")
 STEPS = 6
 
 
@@ -247,10 +250,26 @@ def sharded(backend, directory, ignored):
     return losses, shapes
 
 
+@pytest.fixture
+def shards_on_two_ranks(two_ranks, request):
+    """As ``two_ranks``; over gloo on the CPU alone."""
+    if ON == "cuda" and request.node.callspec.params["two_ranks"] == "gloo":
+        pytest.skip("over gloo shards on GPUs are refused, and there is another test of that")
+    return two_ranks
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("two_ranks", ["gloo"], indirect=True)
+def test_shards_are_refused_over_gloo(two_ranks, tmp_path):
+    for spread, options in ((sharded, (tmp_path, False)), (parted, ("no",))):
+        with pytest.raises(RankFailure, match="use nccl, with one rank for each GPU"):
+            two_ranks(spread, *options)
+
+
 @pytest.mark.parametrize("ignored", [False, True], ids=["all", "norm ignored"])
-def test_shards_train_as_one_model_and_go_on_after_a_checkpoint(two_ranks, device, tmp_path, ignored):
+def test_shards_train_as_one_model_and_go_on_after_a_checkpoint(shards_on_two_ranks, device, tmp_path, ignored):
     losses, weights = by_hand(device)
-    answers = two_ranks(sharded, tmp_path / "c", ignored)
+    answers = shards_on_two_ranks(sharded, tmp_path / "c", ignored)
     for (first, wanted, found), _ in answers:
         assert first == pytest.approx(losses[:3], rel=2e-3)
         # Ranks do not average gradients of what is ignored: rank 0's values of it were saved.
@@ -271,8 +290,8 @@ def parted(backend, precision):
     return losses, state
 
 
-def test_a_model_that_is_cut_by_a_plan_without_its_norms_trains_as_one(two_ranks, device):
-    agree(two_ranks(parted, "no"), device)
+def test_a_model_that_is_cut_by_a_plan_without_its_norms_trains_as_one(shards_on_two_ranks, device):
+    agree(shards_on_two_ranks(parted, "no"), device)
 
 
 # ---- resuming

@@ -66,6 +66,7 @@ def test_a_rank_of_a_job_tells_of_its_gpu_and_of_the_memory_that_it_takes(tmp_pa
         "ORC_METRICS_INTERVAL_S": 1,
     }.items():
         monkeypatch.setenv(name, str(value))
+    torch.cuda.reset_peak_memory_stats()
     accelerator = Accelerator()
     model = torch.nn.Linear(1024, 1024)
     data = DataLoader(torch.randn(256, 1024), batch_size=8)

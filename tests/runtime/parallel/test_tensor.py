@@ -14,6 +14,9 @@ from orc.runtime import (
     ParallelismConfig,
     TorchTensorParallelConfig,
 )
+from orc.runtime.core.compute import Compute
+from orc.runtime.parallel.fsdp2 import FSDP2
+from orc.runtime.parallel.tensor import PARALLELIZER
 from orc.runtime.testing import run_threads
 
 RANKS_IMPORT = (
@@ -412,3 +415,14 @@ def test_a_model_that_transformers_has_cut_is_trained_as_it_is(run_ranks, tmp_pa
 
     losses = run_ranks(2, train, timeout=180)[0]
     torch.testing.assert_close(losses, alone("llama", 1)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_shards_on_gpus_are_refused_over_gloo_where_torch_crashes():
+    class Context:
+        device, backend, distributed, group = torch.device("cuda", 0), "gloo", True, object()
+        compute = Compute()
+
+    assert "use nccl, with one rank for each GPU" in PARALLELIZER.requires(Context())
+    assert "use nccl, with one rank for each GPU" in FSDP2().requires(Context())
+    Context.backend = "nccl"
+    assert PARALLELIZER.requires(Context()) is FSDP2().requires(Context()) is None
