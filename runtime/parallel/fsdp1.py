@@ -6,6 +6,8 @@ import warnings
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.fsdp import FullySharded, is_instance
 from orc.runtime.parallel.replacements import named_parameters, replaced
@@ -40,7 +42,11 @@ class FSDP1(FullySharded):
         plugin = self.plugin(request)
         assert plugin is not None
         ignored = sharding.ignored_modules(model, plugin)
-        sharding.prepare_values(model, ctx, plugin, request.mixed_precision)
+        missing = sharding.agree_on_values(model, ctx, plugin)
+        trained = sharding.Trained(model, request.mixed_precision)
+        # What has no values gets memory of the host that costs nothing, as nothing is written to it before it moves.
+        every = missing.allocate([*model.parameters(), *model.buffers()], torch.device("cpu"), trained.dtype)
+        trained.convert(every)
         chosen = sharding.choose_units(model, plugin, ignored)
         synchronise = bool(plugin.sync_module_states)
         if synchronise and ctx.device.type == "cpu":  # which FSDP refuses to do in host memory

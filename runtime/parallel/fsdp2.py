@@ -10,7 +10,9 @@ from orc.runtime.parallel.fsdp import FullySharded, inside, is_instance
 from orc.runtime.parallel.shards import spread_over
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
 
     from orc.runtime.core.context import RunContext
 
@@ -53,24 +55,35 @@ class FSDP2(FullySharded):
         plugin = self.plugin(request)
         assert plugin is not None
         ignored = sharding.ignored_modules(model, plugin)
-        sharding.prepare_values(model, ctx, plugin, request.mixed_precision)
+        missing = sharding.agree_on_values(model, ctx, plugin)
+        trained = sharding.Trained(model, request.mixed_precision)
         chosen = sharding.choose_units(model, plugin, ignored)
-        whole = {parameter for module in ignored for parameter in module.parameters()}
+        whole = {
+            parameter: None for module in ignored for parameter in module.parameters()
+        }  # in the order of all ranks
         synchronise, averaged = bool(plugin.sync_module_states), {*LOSS_DIMENSIONS}
-        buffers = {id(buffer): buffer for buffer in model.buffers()}.values()
-        sharding.place([*whole, *buffers], ctx.device, ctx, synchronise=synchronise)
+
+        def place(tensors: Iterable[Tensor]) -> list[Tensor]:
+            placed = missing.allocate(tensors, ctx.device)
+            sharding.place(placed, ctx.device, ctx, synchronise=synchronise)
+            trained.convert(placed)
+            return placed
+
+        left_whole = set(place(whole))
+        place({id(buffer): buffer for buffer in model.buffers()}.values())
         options: dict[str, Any] = {
             "mesh": sharding.data_mesh(ctx),
             "reshard_after_forward": plugin.reshard_after_forward,
             "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
             "offload_policy": plugin.cpu_offload,
         }
-        if whole:
-            options["ignored_params"] = whole
+        if left_whole:
+            options["ignored_params"] = left_whole
         for unit in chosen:
-            own = [one for one in unit.parameters() if not averaged & spread_over([one]) and one not in whole]
-            sharding.place(own, ctx.device, ctx, synchronise=synchronise)
+            own = [one for one in unit.parameters() if not averaged & spread_over([one]) and one not in left_whole]
+            placed = place(own)
             fully_shard(unit, **options)
+            sharding.let_go(placed)
         if plugin.forward_prefetch:
             _prefetch(model, chosen)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -122,19 +122,38 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def allocate(model: nn.Module) -> dict[Tensor, Tensor]:
-    """Put uninitialised memory of the CPU in the place of tensors without values; returns new tensors by old ones.
+class Missing:
+    """The parameters and buffers of *model* that have no values, and the modules that hold them.
 
-    Shared ones stay shared. The system gives memory when it is written to: until then it costs nothing.
+    Shared ones stay shared, whatever is put around modules meanwhile.
     """
-    made: dict[Tensor, Tensor] = {}
-    for name, tensor in list(_named_tensors(model)):
-        if tensor.is_meta:
-            if tensor not in made:
-                empty = torch.empty_like(tensor, device="cpu")
-                kind = type(tensor)
-                made[tensor] = (
-                    nn.Parameter(empty, requires_grad=tensor.requires_grad) if issubclass(kind, nn.Parameter) else empty
-                )
-            _put(model, name, made[tensor])
-    return made
+
+    def __init__(self, model: nn.Module) -> None:
+        self._holders: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None and tensor.is_meta:
+                        self._holders.setdefault(tensor, []).append((held, name))
+
+    def allocate(
+        self, tensors: Iterable[Tensor], device: torch.device, dtype: Callable[[Tensor], torch.dtype] | None = None
+    ) -> list[Tensor]:
+        """Return *tensors* with uninitialised memory of *device* in the place of those without values.
+
+        *dtype* says of which type it is; as before unless given. The CPU's costs nothing until it is written to.
+        """
+        return [self._allocated(one, device, dtype) if one in self._holders else one for one in tensors]
+
+    def _allocated(self, tensor: Tensor, device: torch.device, dtype: Callable[[Tensor], torch.dtype] | None) -> Tensor:
+        made = torch.empty_like(tensor, device=device, dtype=dtype and dtype(tensor))
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        for held, name in self._holders.pop(tensor):
+            held[name] = made
+        return made
+
+
+def allocate(model: nn.Module) -> None:
+    """Put uninitialised memory of the CPU in the place of all tensors of *model* without values."""
+    Missing(model).allocate([*model.parameters(), *model.buffers()], torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import warnings
 from collections.abc import Collection, Iterable
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.core.topology import LOSS_DIMENSIONS
-from orc.runtime.parallel.materialize import agree, allocate, initialize
+from orc.runtime.parallel.materialize import Missing, agree, initialize
 from orc.runtime.parallel.shards import local_part
 from orc.runtime.parallel.wrap_policy import units
 
@@ -51,10 +52,8 @@ def ignored_modules(model: nn.Module, plugin: FullyShardedDataParallelPlugin) ->
     return found
 
 
-def prepare_values(model: nn.Module, ctx: RunContext, plugin: FullyShardedDataParallelPlugin, precision: str) -> None:
-    """Let all ranks agree on *model* and give memory to what has no values; those come from rank 0 later.
-
-    With mixed *precision* trained parameters of 16 bits become float32: the optimizer steps in full precision.
+def agree_on_values(model: nn.Module, ctx: RunContext, plugin: FullyShardedDataParallelPlugin) -> Missing:
+    """Let all ranks agree on *model*; returns what has no values here, which come from rank 0 later.
 
     Raises:
         ContextError: the ranks have different models, or no rank has values; the same on all.
@@ -67,23 +66,49 @@ def prepare_values(model: nn.Module, ctx: RunContext, plugin: FullyShardedDataPa
         initialize(model, plugin.param_init_fn)
 
     agree(model, ctx.topology.data_context, values_of_rank_0)  # those that share the shards of these parameters
-    allocate(model)
-    to_full_precision(model, precision)
+    return Missing(model)
 
 
-def to_full_precision(model: nn.Module, precision: str) -> None:
-    """Make trained parameters of 16 bits float32 where *precision* is mixed: the optimizer steps in full precision."""
-    if precision == "no":
-        return
-    low = [one for one in model.parameters() if one.requires_grad and one.dtype in (torch.float16, torch.bfloat16)]
-    if low:
-        warnings.warn(
-            f"{len(low)} parameters of 16 bits are trained in mixed precision: they become float32, and "
-            "checkpoints have them so",
-            stacklevel=2,
-        )
-    for parameter in low:
-        parameter.data = parameter.data.float()
+class Trained:
+    """The type in which parameters are trained: float32 instead of 16 bits where *precision* is mixed.
+
+    The optimizer steps in full precision. It says so of *model*, once.
+    """
+
+    def __init__(self, model: nn.Module, precision: str) -> None:
+        self._mixed = precision != "no"
+        low = sum(self.dtype(one) != one.dtype for one in model.parameters())
+        if low:
+            warnings.warn(
+                f"{low} parameters of 16 bits are trained in mixed precision: they become float32, and "
+                "checkpoints have them so",
+                stacklevel=2,
+            )
+
+    def dtype(self, tensor: Tensor) -> torch.dtype:
+        """The type of *tensor* in training."""
+        low = self._mixed and tensor.requires_grad and tensor.dtype in (torch.float16, torch.bfloat16)
+        return torch.float32 if low else tensor.dtype
+
+    def convert(self, tensors: Iterable[Tensor]) -> None:
+        """Give *tensors*, which are whole, their type in training, in place and where they are."""
+        for tensor in tensors:
+            if (dtype := self.dtype(tensor)) != tensor.dtype:
+                tensor.data = tensor.data.to(dtype)
+
+
+def let_go(tensors: Iterable[Tensor]) -> None:
+    """Let go of the memory of *tensors*, in whose places are shards now: an optimizer may hold them until the last is.
+
+    They keep their shapes; values that somebody reads nevertheless are not numbers.
+    """
+    for tensor in tensors:
+        held: Any = tensor if (cut := getattr(tensor, "_local_tensor", None)) is None else cut
+        nothing = held.new_full((), math.nan if held.is_floating_point() else 0).expand(held.shape)
+        if cut is None:
+            tensor.data = nothing
+        else:
+            tensor._local_tensor = nothing  # type: ignore[attr-defined]
 
 
 def choose_units(

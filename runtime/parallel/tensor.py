@@ -10,7 +10,7 @@ from torch import nn
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.base import Request, shards_problem
-from orc.runtime.parallel.materialize import agree, allocate, initialize
+from orc.runtime.parallel.materialize import Missing, agree, initialize
 from orc.runtime.parallel.tensor_plan import cut_dimension, plan_of, styles_of
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.parallelism_handlers import TorchTensorParallelConfig
+    from orc.runtime.parallel.sharding import Trained
 
 
 class TensorParallel:
@@ -64,22 +65,31 @@ class TensorParallel:
             _overlap(model, ctx)
         if not request.evaluation:
             _draw_alike(ctx)
+        mixed = request.mixed_precision if request.options.get("fsdp") is not None else "no"
         if cut := [one for one in model.parameters() if _is_cut(one)]:
-            _adopt(model, cut, ctx)
+            _adopt(model, cut, ctx, sharding.Trained(model, mixed))
             return model
         styles = styles_of(model, handler, size)
         tied = _tied(model, styles)
         agree(model, ctx, lambda: initialize(model, getattr(request.options.get("fsdp"), "param_init_fn", None)))
-        allocate(model)
-        sharding.to_full_precision(model, request.mixed_precision if request.options.get("fsdp") is not None else "no")
+        missing = Missing(model)
+        trained = sharding.Trained(model, mixed)
         mesh = ctx.topology.submesh("tp")
         for name, style in styles.items():
+            module = model.get_submodule(name)
+            own = missing.allocate(module.parameters(), ctx.device)
+            sharding.place(own, ctx.device, ctx, synchronise=False)
+            trained.convert(own)
             # By itself: torch takes a name with a dot apart, and warns where a level is missing.
-            parallelize_module(model.get_submodule(name), mesh, style)
+            parallelize_module(module, mesh, style)
+            left = {id(one) for one in model.parameters()}  # what is tied is left until it is cut in all places
+            sharding.let_go(one for one in own if id(one) not in left)
         for first, *others in tied:
             _tie(model, first, others)
         whole = [one for one in (*model.parameters(), *model.buffers()) if not _is_cut(one)]
+        whole = missing.allocate(whole, ctx.device)
         sharding.place(whole, ctx.device, ctx, synchronise=True, dims=("tp",))
+        trained.convert(whole)
         return model
 
     def check_gradients(self, model: nn.Module, ctx: RunContext) -> bool:
@@ -112,7 +122,7 @@ def _is_cut(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def _adopt(model: nn.Module, cut: Iterable[Any], ctx: RunContext) -> None:
+def _adopt(model: nn.Module, cut: Iterable[Any], ctx: RunContext, trained: Trained) -> None:
     """Put parameters that came cut (Transformers) on the mesh of the run, of which FSDP then takes another dimension.
 
     Raises:
@@ -134,7 +144,12 @@ def _adopt(model: nn.Module, cut: Iterable[Any], ctx: RunContext) -> None:
             if old is not None and isinstance(old, DTensor):
                 if old not in new:
                     local = DTensor.from_local(
-                        old.to_local(), mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+                        old.to_local().to(trained.dtype(old)),
+                        mesh,
+                        old.placements,
+                        run_check=False,
+                        shape=old.shape,
+                        stride=old.stride(),
                     )
                     new[old] = nn.Parameter(local.detach(), requires_grad=old.requires_grad)
                 module._parameters[name] = new[old]

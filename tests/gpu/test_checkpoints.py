@@ -2,11 +2,13 @@
 
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from orc.runtime import Accelerator
+from orc.runtime import Accelerator, FullyShardedDataParallelPlugin
+from orc.runtime.checkpoint.state import staging
 from orc.runtime.checkpoint.state.staging import Stage
 
 
@@ -152,6 +154,42 @@ def test_staging_memory_is_pinned_and_used_again(device):
     first = stage.take(state)["weight"]
     assert first.is_pinned()
     assert stage.take(state)["weight"].data_ptr() == first.data_ptr()
+
+
+@pytest.mark.cuda_only
+def test_staging_takes_as_much_memory_as_the_state(device):
+    def resident():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+    state = {"weight": torch.ones(600 * 2**20 // 4, device=device), "bias": torch.ones(5, device=device)}
+    stage = Stage()
+    before = resident()
+    copy = stage.take(state)
+    assert copy["weight"].is_pinned()
+    assert 0.95 < (resident() - before) / state["weight"].nbytes < 1.1, "in powers of two it were 1.7 times as much"
+    del stage, copy
+    assert resident() - before < 2**26
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_shards_come_through_locked_memory(device, tmp_path, form, block, monkeypatch):
+    locked = []
+    real = staging.lock
+    monkeypatch.setattr(staging, "lock", lambda *given: locked.append(given) or real(*given))
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model, optimizer = setup(accelerator)
+    step(accelerator, model, optimizer, device)
+    wanted = [one.full_tensor() for one in copies(model, optimizer) if hasattr(one, "full_tensor")]
+    accelerator.save_state(tmp_path / "c", block=block, **form)
+    accelerator.wait_for_checkpoint()
+    step(accelerator, model, optimizer, device)
+    accelerator.load_state(tmp_path / "c")
+    found = [one.full_tensor() for one in copies(model, optimizer) if hasattr(one, "full_tensor")]
+    assert len(found) == len(wanted) >= 6
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert bool(locked) == (device.type == "cuda")
+    accelerator.end_training()
 
 
 def test_a_scaler_goes_on_where_it_was(device, tmp_path, form):

@@ -60,11 +60,13 @@ def test_an_optimizer_trains_as_it_does_by_hand(device, name, mode):
         loss = (model(inputs) - inputs).square().mean()
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        accelerator.clip_grad_value_(model.parameters(), 0.02)
         optimizer.step()
         optimizer.zero_grad()
         expected = (whole(inputs) - inputs).square().mean()
         expected.backward()
         wanted = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        nn.utils.clip_grad_value_(whole.parameters(), 0.02)
         by_hand.step()
         by_hand.zero_grad()
         assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
@@ -73,7 +75,7 @@ def test_an_optimizer_trains_as_it_does_by_hand(device, name, mode):
 
 
 @pytest.mark.cuda_only
-@pytest.mark.parametrize("mode", ["sharded", "sharded, norm ignored"])
+@pytest.mark.parametrize("mode", MODES)
 def test_fp16_that_overflows_on_shards_skips_and_goes_on(device, mode):
     handlers = [GradScalerKwargs(init_scale=1024.0, growth_interval=1000)]
     accelerator, model, optimizer = prepared(
@@ -81,7 +83,9 @@ def test_fp16_that_overflows_on_shards_skips_and_goes_on(device, mode):
     )
     inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(device)
     before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-    accelerator.backward(model(inputs).sum() * float("inf"))
+    accelerator.backward(model(inputs).sum())
+    gradient = model.get_parameter("1.weight").grad  # of the norm alone: whole beside others that are cut
+    getattr(gradient, "to_local", lambda: gradient)().fill_(float("inf"))
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -100,3 +104,31 @@ def test_fp16_that_overflows_on_shards_skips_and_goes_on(device, mode):
     assert 0 < norm.item() < 100, "unscaled"
     assert losses[-1] < losses[0] / 2
     accelerator.end_training()
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_warm_window_of_fp16_waits_for_the_device_once(device, fused):
+    accelerator = Accelerator(
+        mixed_precision="fp16", gradient_accumulation_steps=2, kwargs_handlers=[GradScalerKwargs(init_scale=64.0)]
+    )
+    model = network(device)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=fused))
+    inputs = torch.randn(8, 16, device=device)
+
+    def window():
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    window()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchroniz") as told:
+            window()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([one for one in told if "synchroniz" in str(one.message)]) == 1

@@ -157,3 +157,37 @@ def test_a_compiled_model_that_is_sharded_trains_like_a_whole_one(device, compil
         by_hand.zero_grad()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
     accelerator.end_training()
+
+
+class Unit(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.filterwarnings("ignore:.*trained in mixed precision")
+def test_sharding_holds_one_unit_whole_on_the_device_and_none_in_float32_on_the_host(allocated):
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Unit"]
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="bf16")
+    model = torch.nn.Sequential(*(Unit() for _ in range(16)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # holds the parameters as they were
+    size, before = 16 * 4 * 2**20, allocated()  # in float32
+    torch.cuda.reset_peak_memory_stats()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    host = peak = 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda one: one.start_ns()):
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+            host += event.nbytes()
+            peak = max(peak, host)
+    assert peak < size / 16
+    assert torch.cuda.max_memory_allocated() - before < 1.4 * size, "the shards, and one unit: with all it were twice"
+    assert allocated() - before < 1.1 * size
+    accelerator.end_training()

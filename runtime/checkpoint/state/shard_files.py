@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout, pickled
+from orc.runtime.checkpoint.state.staging import Stage, size_on_gpus
 from orc.runtime.checkpoint.storage.copying import Copies
 from orc.runtime.checkpoint.storage.durable import Hashing
 from orc.runtime.core.names import safe_name
@@ -46,7 +47,11 @@ _CLASSES = {
 
 
 def write_shards(values: Sequence[torch.Tensor | bytes], lengths: list[int], file: Hashing) -> None:
-    """Write *values* one after another as torch's reader expects them; *lengths* gets the bytes of each."""
+    """Write *values* one after another as torch's reader expects them; *lengths* gets the bytes of each.
+
+    Those on a GPU come through locked memory, in which there is room for the largest.
+    """
+    stage = Stage(size_on_gpus(values))
     for value in values:
         begin = file.size
         if isinstance(value, bytes):
@@ -54,6 +59,7 @@ def write_shards(values: Sequence[torch.Tensor | bytes], lengths: list[int], fil
         else:
             file.write(bytes(-begin % _ALIGNMENT))
             begin = file.size
+            value = stage.take(value) if value.is_cuda else value
             tensor = value.detach().cpu().contiguous()
             if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
                 tensor = tensor.clone()  # torch.save writes whole storages

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import mmap
 import os
+import warnings
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,11 +19,16 @@ Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...], torch.device]
 
 
 class Stage:
-    """Host memory for one state at a time, pinned where it comes from a GPU. It grows to the largest and is kept."""
+    """Host memory for one state at a time, locked where it comes from a GPU. It grows to the largest and is kept.
 
-    def __init__(self) -> None:
+    Args:
+        size: bytes that the largest will take, where that is known.
+    """
+
+    def __init__(self, size: int = 0) -> None:
         self._block: torch.UntypedStorage | None = None
-        self._pinned = False
+        self._least = size
+        self._locked: weakref.finalize[..., Stage] | None = None
         self._process = 0
 
     def take(self, state: Any) -> Any:
@@ -46,7 +54,7 @@ class Stage:
             spans[place] = (at, at + size)
             at += -(-size // _ALIGNMENT) * _ALIGNMENT
         foreign = [device for (_, _, _, _, device) in tensors if device.type == "cuda"]
-        block = self._reserve(at, bool(foreign))
+        block = self._reserve(at, foreign[0] if foreign else None)
         copies: dict[Place, torch.Tensor] = {}
         with Copies() as under_way:
             for place, tensor in tensors.items():
@@ -63,14 +71,47 @@ class Stage:
             torch.cuda.synchronize(device)
         return copies
 
-    def _reserve(self, size: int, pinned: bool) -> torch.UntypedStorage:
+    def _reserve(self, size: int, device: torch.device | None) -> torch.UntypedStorage:
+        """Memory of *size* bytes; into which *device*, if given, copies by itself."""
         block = self._block if self._process == os.getpid() else None
-        if block is None or block.nbytes() < size or (pinned and not self._pinned):
-            block = self._block = None  # the old memory goes before the new one comes
-            fresh = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else _pages(size)
-            block = self._block = fresh.untyped_storage()
-            self._pinned, self._process = pinned, os.getpid()
+        if block is None or block.nbytes() < size or (device is not None and self._locked is None):
+            if self._locked is not None:
+                self._locked()
+            block = self._block = self._locked = None  # the old memory goes before the new one comes
+            block = self._block = _pages(max(size, self._least)).untyped_storage()
+            self._process = os.getpid()
+            if device is not None:
+                self._locked = lock(block, device, self)
         return block
+
+
+def lock(block: torch.UntypedStorage, device: torch.device, owner: Stage) -> weakref.finalize[..., Stage]:
+    """Lock the pages of *block*, so that *device* copies into them by itself; what is returned unlocks them.
+
+    torch's own pinned memory comes in powers of two: a state of 33 GB would take 64 GB.
+    """
+    address, size = block.data_ptr(), block.nbytes()
+    with torch.cuda.device(device):  # the driver would open a context on another one
+        error = int(torch.cuda.cudart().cudaHostRegister(address, size, 1))  # for all devices
+    if error:
+        warnings.warn(
+            f"the driver does not lock {size / 2**20:.0f} MiB of host memory for checkpoints (CUDA error {error}): "
+            "copies from the GPU take longer",
+            stacklevel=2,
+        )
+    unlock = weakref.finalize(owner, _unlock, None if error else address, os.getpid())
+    unlock.atexit = False  # the driver may be gone by then
+    return unlock
+
+
+def _unlock(address: int | None, process: int) -> None:
+    if address is not None and process == os.getpid():
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def size_on_gpus(tensors: Iterable[Any]) -> int:
+    """Return the bytes of the largest of *tensors* on a GPU; 0 without one."""
+    return max((one.nbytes for one in tensors if isinstance(one, torch.Tensor) and one.is_cuda), default=0)
 
 
 def _pages(size: int) -> torch.Tensor:

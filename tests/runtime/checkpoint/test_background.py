@@ -1,9 +1,11 @@
 """Saving in the background: ``save_state(block=False)``."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
+import warnings
 
 import pytest
 import torch
@@ -119,6 +121,48 @@ def test_the_copy_keeps_ties_types_and_layout_and_its_memory_is_used_again():
     assert taken["a"].untyped_storage().nbytes() == 48  # torch.save writes whole storages
     place = taken["a"].data_ptr()
     assert stage.take(state)["a"].data_ptr() == place
+
+
+class Driver:
+    """What locks memory for GPUs, on a machine without one: knows what is locked."""
+
+    def __init__(self, monkeypatch, error=0):
+        self.error, self.locked = error, {}
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+    def cudaHostRegister(self, address, size, flags):
+        assert flags == 1
+        if not self.error:
+            self.locked[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+
+
+def test_memory_for_a_gpu_is_as_large_as_the_state_locked_once_and_unlocked_before_it_goes(monkeypatch):
+    driver, device, size = Driver(monkeypatch), torch.device("cuda", 0), 33 * 2**20 + 5
+    stage = Stage()
+    block = stage._reserve(size, device)
+    assert driver.locked == {block.data_ptr(): size}
+    assert stage._reserve(1000, device).data_ptr() == block.data_ptr()
+    larger = stage._reserve(2 * size, device)
+    assert driver.locked == {larger.data_ptr(): 2 * size}
+    del stage
+    assert not driver.locked
+    assert larger.nbytes() == 2 * size  # what was copied outlives it
+
+
+def test_memory_that_the_driver_does_not_lock_is_used_as_it_is_and_told_of_once(monkeypatch):
+    driver, device = Driver(monkeypatch, error=2), torch.device("cuda", 0)
+    stage = Stage(2**20)
+    with pytest.warns(UserWarning, match=r"does not lock 1 MiB of host memory for checkpoints \(CUDA error 2\)"):
+        block = stage._reserve(1000, device)
+    with warnings.catch_warnings(action="error"):
+        assert stage._reserve(2**20, device).data_ptr() == block.data_ptr()
+    del stage
+    assert not driver.locked
 
 
 FORKING = """
