@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,16 @@ def test_it_skips_itself_by_name_or_runs_what_is_there(tmp_path, python, status,
     assert done.stdout.endswith(message)
     if status == 3:
         assert done.stdout.startswith(f"PYTHONPATH={SCRIPT.parents[2]}/.types ")
+
+
+def test_what_has_a_meaning_on_the_cpu_passes_there(tmp_path):
+    report = tmp_path / "report.md"
+    env = {**os.environ, "PYTHON": sys.executable, "ORC_GPU_TESTS_ON": "cpu", "ORC_GPU_REPORT": str(report)}
+    others = [f"--ignore={SCRIPT.parent / name}" for name in ("test_libraries.py", "test_programs.py")]  # slow
+    done = subprocess.run(
+        [SCRIPT, "-q", f"--basetemp={tmp_path / 'runs'}", *others], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr
+    lines = report.read_text().splitlines()
+    assert lines[0].startswith("On the CPU, Python ")
+    assert any(line.startswith("| test_two_ranks | ") for line in lines)

@@ -96,6 +96,9 @@ class LossNormalizer:
         if topology.loss_size > 1:
             self._ctx.require_group("normalize_by")
             group = topology.loss_group
+            device = self._ctx.device
+            if not isinstance(count, Tensor) and device.type == "cuda" and self._ctx.compute.device_in_group:
+                count = torch.full((), float(count), dtype=torch.float64, device=device)  # no host waits for its peers
             number = torch.as_tensor(count, dtype=None if isinstance(count, Tensor) else torch.float64)
             came_on = number.device
             if came_on.type == "cpu" or not self._ctx.compute.device_in_group:

@@ -159,6 +159,50 @@ def test_collectives_reach_both_ranks(two_ranks):
     assert two_ranks(collectives) == [wanted, wanted]
 
 
+def repeated(backend):
+    accelerator = begin(backend)
+    rank, device = accelerator.process_index, accelerator.device
+    found = []
+    for rows in (4, 4, 4, 4, 4, 3, 4, 4, 4, 2):  # after the third time they begin without a meeting
+        value = torch.full((rows, 2), float(rank + 1), device=device)
+        found.append(accelerator.gather(value).sum().item() / rows)
+        found.append(accelerator.reduce(value, "mean").sum().item() / rows)
+    accelerator.end_training()
+    return found
+
+
+def test_collectives_of_a_loop_are_right_also_where_its_batches_become_shorter(two_ranks):
+    assert two_ranks(repeated) == [[6.0, 3.0] * 10] * 2
+
+
+def sums(backend, on_device):
+    accelerator = begin(backend, gradient_accumulation_steps=2)
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = samples(24).tensors[0].to(accelerator.device)
+    # Two batches of each rank make up a step, of different sizes.
+    for rows in ([slice(0, 3), slice(3, 10)], [slice(10, 23), slice(23, 24)])[accelerator.process_index]:
+        with accelerator.accumulate(model):
+            count = rows.stop - rows.start
+            count = torch.tensor(count, device=accelerator.device) if on_device else count
+            accelerator.backward(model(inputs[rows]).square().sum(), normalize_by=count)
+            optimizer.step()
+    state = whole(accelerator, model)
+    accelerator.end_training()
+    return state
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_losses_that_are_sums_are_divided_by_the_items_of_both_ranks(two_ranks, device, on_device):
+    model = network().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(samples(24).tensors[0].to(device)).square().mean().backward()
+    optimizer.step()
+    for state in two_ranks(sums, on_device):
+        for name, value in model.state_dict().items():
+            assert torch.allclose(state[name], value.cpu(), rtol=1e-3, atol=1e-5), name
+
+
 def operands_that_differ(backend):
     accelerator = begin(backend)
     texts = []

@@ -18,6 +18,7 @@ def a_context(world_size=1, num_steps=3, sync_each_batch=False, device_in_group=
         world_size=world_size,
         compute=SimpleNamespace(device_in_group=device_in_group),
         control_device=torch.device("cpu"),
+        device=torch.device("cpu"),
         require_group=lambda what: asked.append(what) or "the group",
         asked=asked,
     )
@@ -195,6 +196,23 @@ def test_a_number_is_summed_in_double_precision_and_is_a_number_again(reduced):
     assert (type(total), total) == (float, 2**24 + 1.5)
     reduced.others = [0.0]
     assert LossNormalizer(a_context(world_size=2), list)._total(0) == 1
+
+
+@pytest.mark.parametrize(("device_in_group", "summed_on"), [(True, "meta"), (False, "cpu")])
+def test_the_sum_of_numbers_stays_on_a_gpu_for_which_no_host_waits(monkeypatch, device_in_group, summed_on):
+    def all_reduce(number, group):
+        raise Reduced(number.device.type)
+
+    def full(shape, value, **options):
+        assert options == {"dtype": torch.float64, "device": torch.device("cuda", 0)}
+        return torch.empty(shape, dtype=torch.float64, device="meta")
+
+    monkeypatch.setattr(normalize.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(normalize.torch, "full", full)
+    ctx = a_context(world_size=2, device_in_group=device_in_group)
+    ctx.device = torch.device("cuda", 0)
+    with pytest.raises(Reduced, match=summed_on):
+        LossNormalizer(ctx, list)._total(5)
 
 
 class Reduced(Exception):
