@@ -20,8 +20,8 @@ _COUNTERS = "--query-gpu=pci.bus_id,ecc.errors.uncorrected.volatile.total"
 
 
 class GpuErrors:
-    """What the kernel has said of GPUs since this was made. Those of other jobs' GPUs are left out, where the ranks
-    have put theirs on record.
+    """Errors of GPUs that the kernel has logged since this was made. Those of other jobs' GPUs are left out, where the
+    ranks have put theirs on record.
     """
 
     def __init__(self, node_dir: str, log: str = KERNEL_LOG) -> None:

@@ -311,7 +311,7 @@ class NodeState:
         self.notify_link()
 
     def gpu_errors_for(self, outcome: str) -> dict[str, str]:
-        """Return ``gpu_errors`` of the exit record: what may be the cause of an end that nobody has asked for."""
+        """Return ``gpu_errors`` of the exit record: the errors that may be the cause of *outcome*."""
         if self.gpu_errors is None or self.superseded or outcome in ("succeeded", "cancelled", "preempted"):
             return {}
         told = self.gpu_errors.summary(os.environ.get("PATH") or os.defpath)

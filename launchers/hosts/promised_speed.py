@@ -1,4 +1,4 @@
-"""What the hardware of a host promises for an all-reduce: between its GPUs, and to other hosts. Sent as text."""
+"""Speeds that the hardware of a host promises for an all-reduce: between its GPUs, and to other hosts. Sent as text."""
 
 from __future__ import annotations
 

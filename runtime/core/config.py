@@ -166,7 +166,12 @@ KEYS: dict[str, Key] = {
             "ACCELERATE_DEBUG_MODE",
         ),
         Key("seed", _integer(0), None, "Seed of Python, NumPy and torch, set when the Accelerator is made."),
-        Key("timeout_s", _number(1), None, "Time-out of collectives in seconds; torch's default when unset."),
+        Key(
+            "timeout_s",
+            _number(1),
+            None,
+            "Time-out of collectives in seconds; unset: torch's, 600 of NCCL and 1800 of gloo.",
+        ),
         Key(
             "log_level",
             _level,
@@ -201,7 +206,7 @@ KEYS: dict[str, Key] = {
             _number(0),
             None,
             "End the run after so many seconds without a step or batch on a rank; 0 is never. Unset: inside a job a "
-            "stall of 1800 s is reported.",
+            "stall is reported after 1800 s, or nine tenths of the collectives' time-out.",
         ),
         Key(
             "stall_factor",

@@ -31,6 +31,7 @@ from orc.runtime.launch.device import (
     select_device,
 )
 from orc.runtime.launch.environment import LaunchEnvironment, detect
+from orc.runtime.launch.nccl import keep_nccl_timeout, record_collectives
 
 if TYPE_CHECKING:
     from orc.runtime.collectives.board import Board
@@ -155,8 +156,6 @@ def _meet(
         options["init_method"] = init_method
     try:
         if device.type == "cuda" and "nccl" in opened:
-            from orc.runtime.observe.flight_recorder import record_collectives
-
             record_collectives()
             options["store"] = store = options.get("store") or _store_at(options.pop("init_method"), launch, timeout)
             claim_gpu(store, launch, device)
@@ -166,6 +165,8 @@ def _meet(
         raise LaunchError(
             f"rank {launch.rank} of {launch.world_size} could not join its peers at {where} ({backend}): {error}"
         ) from error
+    if timeout is None and device.type == "cuda":
+        keep_nccl_timeout(dist.group.WORLD, device)
     store = _met[1] if opened_before and _met is not None else dist.distributed_c10d._get_default_store()
     _met = way, store, opened_before + 1
     _close_later()
@@ -214,7 +215,7 @@ def _context(
     local_world = min(launch.local_world_size, world_size) if launch.world_size == world_size else world_size
     local_rank = launch.local_rank if launch.world_size == world_size else rank
     board, key = _board_of_group(launch, device, rank) if world_size > 1 else (None, b"")
-    context = RunContext(
+    return RunContext(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
@@ -228,13 +229,6 @@ def _context(
         key=key,
         compute=adapter or TORCH,
     )
-    if device.type == "cuda":
-        from orc.runtime.observe.device import announce
-        from orc.runtime.observe.out_of_memory import explain_out_of_memory
-
-        announce(context)
-        explain_out_of_memory(device)
-    return context
 
 
 def one_node(launch: LaunchEnvironment) -> bool:

@@ -26,9 +26,9 @@ _SYSTEM = Path("/sys")
 
 
 def announce(context: RunContext) -> None:
-    """Write which GPU this rank of a job has into its log, and into ``device-<rank>.json``; nothing on CPUs."""
+    """Write which GPU this rank of a job has into its log, and into ``device-<rank>.json``, once; nothing on CPUs."""
     path = record_path(context)
-    if path is None:
+    if path is None or (path.exists() and json.loads(path.read_text()).get("pid") == os.getpid()):
         return
     facts = device_facts(context)
     sys.stderr.write(start_line(facts) + "\n")
@@ -60,6 +60,7 @@ def device_facts(context: RunContext, system: Path = _SYSTEM) -> dict[str, Any]:
         "rank": context.rank,
         "world_size": context.world_size,
         "restart": context.env.job.restart,
+        "pid": os.getpid(),
         "name": str(properties.name),
         "uuid": str(getattr(properties, "uuid", "")),
         "pci": pci,

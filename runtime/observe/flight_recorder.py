@@ -7,14 +7,11 @@ waits for its device. What each rank has *issued* tells the waiting ranks from t
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 ENTRIES = 100  # of the newest, in a report
-_SIZE = "2000"  # collectives that are kept: torch's own default, from the version on that records unasked
-_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the newer; the older, which it warns of
 
 
 @dataclass(frozen=True)
@@ -30,14 +27,6 @@ class LastCollective:
     number: int
     operation: str
     done: bool
-
-
-def record_collectives() -> None:
-    """Have torch record the collectives of NCCL, unless the environment says how many; before the group is opened."""
-    if not any(name in os.environ for name in _NAMES):
-        import torch._C._distributed_c10d as c10d
-
-        os.environ[_NAMES[not hasattr(c10d, "_dump_fr_trace_json")]] = _SIZE
 
 
 def flight_record() -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from orc.runtime.collectives.board import ANSWER_S as BOARD_S
 from orc.runtime.collectives.board import BoardError, BoardTimeout, next_name, pace
+from orc.runtime.launch.nccl import collectives_end_after_s
 from orc.runtime.observe.flight_recorder import flight_record, last_collectives
 from orc.runtime.observe.watchdog import (
     EXIT_STATUS,
@@ -286,7 +287,8 @@ class _Pace:
 
 def _make(context: RunContext) -> Watch | None:
     job = context.env.job
-    rules = StallRules.of(context.config, in_job=job.attempt_dir is not None)
+    limit = collectives_end_after_s(context.group, context.device)
+    rules = StallRules.of(context.config, job.attempt_dir is not None, limit)
     reporter = None
     wanted = context.config.metrics
     if wanted or (wanted is None and job.job_dir is not None):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import statistics
 import sys
@@ -47,12 +48,15 @@ class StallRules:
     late_floor_s: float = LATE_FLOOR_S
 
     @classmethod
-    def of(cls, config: RuntimeConfig, in_job: bool) -> StallRules:
-        """Return the rules of the configuration. Inside of a job a stall of half an hour is reported by default."""
+    def of(cls, config: RuntimeConfig, in_job: bool, collectives_end_after_s: float | None = None) -> StallRules:
+        """Return the rules of the configuration. Inside of a job a stall of half an hour is reported by default, or one
+        that ends soon because the collectives in which ranks wait for each other have a time-out.
+        """
         timeout, action = config.stall_timeout_s, config.stall_action
         asked = timeout is not None
         if not asked and in_job:
-            timeout = REPORT_AFTER_S
+            limit = math.inf if collectives_end_after_s is None else collectives_end_after_s
+            timeout = min(REPORT_AFTER_S, 0.9 * limit)
         if timeout == 0:
             timeout = None
         return cls(timeout, config.stall_factor, action == "exit" if action is not None else asked)

@@ -28,6 +28,12 @@ class Watching:
         self.ctx = engine.ctx
         self._engine = engine
         self._checkpointing = checkpointing
+        if self.ctx.device.type == "cuda":
+            from orc.runtime.observe.device import announce
+            from orc.runtime.observe.out_of_memory import explain_out_of_memory
+
+            announce(self.ctx)
+            explain_out_of_memory(self.ctx.device)
 
     @cached_property
     def watch(self) -> Watch | None:

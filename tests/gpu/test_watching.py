@@ -7,17 +7,20 @@ import textwrap
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from orc.launchers.hosts.all_reduce_probe import places, reduce_together
 from orc.launchers.hosts.promised_speed import between_gpus
 from orc.runtime import Accelerator
+from orc.runtime.launch.nccl import keep_nccl_timeout
 from orc.runtime.observe import watch
 
 WAITS = """
     import json, threading, time, torch
     import torch.distributed as dist
-    from orc.runtime.observe.flight_recorder import flight_record, last_collectives, record_collectives
+    from orc.runtime.launch.nccl import record_collectives
+    from orc.runtime.observe.flight_recorder import flight_record, last_collectives
     from orc.runtime.observe.whereabouts import main_place
 
     record_collectives()
@@ -125,3 +128,15 @@ def test_a_script_that_runs_out_of_memory_says_what_held_it(tmp_path):
     assert "that Python does not see" in parts
     assert blocks.startswith("orc: largest blocks: ")
     assert " MiB" in blocks
+
+
+@pytest.mark.cuda_only
+def test_nccl_beside_gloo_has_its_own_time_out():
+    accelerator = Accelerator()
+    _ = accelerator.ctx.topology.mesh  # of one rank
+    limits = []
+    for place in (accelerator.device, torch.device("cpu"), accelerator.device):
+        limits.append(dist.group.WORLD._get_backend(place).options._timeout.total_seconds())
+        keep_nccl_timeout(dist.group.WORLD, accelerator.device)
+    assert limits == [1800, 1800, 600]
+    accelerator.end_training()

@@ -9,7 +9,9 @@ import textwrap
 import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -259,3 +261,53 @@ def test_ranks_with_a_gpu_each_go_on_to_their_group_over_the_store_in_which_they
         return total.item()
 
     assert run_ranks(2, meet) == [2.0, 2.0]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("setting", "expected"), [(None, 1800.0), ("77", 77.0)])
+def test_the_time_out_of_collectives_is_torchs_own_unless_it_is_set(setting, expected, run_ranks):
+    def limit():
+        from orc.runtime.core.context import current_context
+        from orc.runtime.launch.nccl import collectives_end_after_s
+
+        if setting is not None:
+            os.environ["ORC_TIMEOUT_S"] = setting
+        context = current_context(cpu=True)
+        return collectives_end_after_s(context.group, context.device)
+
+    assert run_ranks(2, limit) == [expected] * 2
+
+
+def test_nccl_beside_gloo_keeps_its_own_time_out(monkeypatch):
+    from torch.distributed import constants
+
+    from orc.runtime.launch.nccl import keep_nccl_timeout
+
+    for name, expected in (("nccl", [timedelta(minutes=10)]), ("gloo", [])):
+        given = []
+        backend = SimpleNamespace(name=lambda name=name: name, _set_default_timeout=given.append)
+        group = SimpleNamespace(_get_backend=lambda device, backend=backend: backend)
+        monkeypatch.setattr(constants, "default_pg_nccl_timeout", timedelta(minutes=10))
+        keep_nccl_timeout(group, torch.device("cuda", 0))
+        assert given == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "recorded"),
+    [
+        ({}, {"TORCH_FR_BUFFER_SIZE": "2000"}),
+        ({"TORCH_FR_BUFFER_SIZE": "9"}, {"TORCH_FR_BUFFER_SIZE": "9"}),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}),
+    ],
+)
+def test_collectives_of_nccl_are_recorded_unless_the_environment_says_how_many(given, recorded, monkeypatch):
+    from orc.runtime.launch.nccl import record_collectives
+
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that what is set here does not stay
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None, raising=False)
+    os.environ.update(given)
+    record_collectives()
+    assert {name: os.environ[name] for name in names if name in os.environ} == recorded

@@ -151,6 +151,13 @@ def test_rules_follow_from_the_configuration(settings, in_job, expected):
     assert (rules.timeout_s, rules.factor, rules.ends) == expected
 
 
+@pytest.mark.parametrize(("limit", "expected"), [(600.0, 540.0), (7200.0, 1800.0), (None, 1800.0)])
+def test_a_stall_is_reported_before_the_collectives_time_out(limit, expected):
+    assert StallRules.of(resolve({}, {}), True, limit).timeout_s == expected
+    assert StallRules.of(resolve({"stall_timeout_s": 700}, {}), True, limit).timeout_s == 700.0
+    assert StallRules.of(resolve({}, {}), False, limit).timeout_s is None
+
+
 def test_where_a_process_is_names_the_script_s_line():
     place = main_place()
     assert place.where.startswith(f"{__file__}:")

@@ -1,0 +1,43 @@
+"""How NCCL is set up where the environment and the script leave it open: what is recorded, and when it gives up."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+_RECORDED = "2000"  # collectives: torch's own default, from the version on that records unasked
+_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the newer; the older, which it warns of
+
+
+def record_collectives() -> None:
+    """Have torch record the collectives of NCCL, unless the environment says how many; before the group is opened."""
+    if not any(name in os.environ for name in _NAMES):
+        import torch._C._distributed_c10d as c10d
+
+        os.environ[_NAMES[not hasattr(c10d, "_dump_fr_trace_json")]] = _RECORDED
+
+
+def keep_nccl_timeout(group: ProcessGroup | None, device: torch.device) -> None:
+    """Give NCCL its own time-out in *group*: beside gloo, torch gives it that of gloo, which is longer."""
+    from torch.distributed.constants import default_pg_nccl_timeout
+
+    backend = None if group is None else group._get_backend(device)
+    if backend is not None and backend.name() == "nccl" and default_pg_nccl_timeout is not None:
+        backend._set_default_timeout(default_pg_nccl_timeout)
+
+
+def collectives_end_after_s(group: ProcessGroup | None, device: torch.device) -> float | None:
+    """Return how many seconds ranks wait for each other in the collectives of *group* before an error ends them.
+
+    `None` where that is not known, or there is no group.
+    """
+    if group is None or device.type not in ("cpu", "cuda"):
+        return None
+    options = getattr(group._get_backend(device), "options", None)  # gloo's and NCCL's
+    limit = getattr(options, "_timeout", None)
+    return limit.total_seconds() if isinstance(limit, timedelta) else None
