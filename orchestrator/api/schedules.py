@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from orc.orchestrator.api.call import Bounds, Key, Secrets, Text, call
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
-from orc.orchestrator.api.submissions import Digests
+from orc.orchestrator.api.submissions import Digests, NewMember
 from orc.orchestrator.clients.group_views import ScheduleView
 from orc.orchestrator.schema import View
 
@@ -57,8 +57,10 @@ def create_schedule(
 
     Where a tree has not been uploaded it is 409, and ``missing`` names it.
     """
+    from orc.orchestrator.api.submitting import Submitter
+
     when = {"name": name, "cron": cron, "timezone": timezone, "missed": missed, "overlap": overlap}
-    view = session.desk(idempotency_key).create_schedule(spec, digests.given(), source, secrets, when)
+    view = Submitter(session, idempotency_key).create_schedule(NewMember(0, digests, spec), source, secrets, when)
     session.caller.note(view.id, name=view.name, cron=view.cron)
     return view
 

@@ -317,10 +317,10 @@ class TpuBackend(Backend):
         return self._settle(handle)
 
     def _settle(self, handle: Handle) -> Observation:
-        from orc.launchers.backends.tpu.teardown import settle
+        from orc.launchers.backends.tpu.teardown import Teardown
 
-        location = TpuLocation.parse(handle.native_id)
-        return settle(self, handle, self._list([location]).statuses(location))
+        timeout_s = self.settings.options.delete_timeout
+        return Teardown(self.cluster.name, timeout_s, self.api, self._pods).settle(self._local(handle), handle)
 
     # -- logs
 
