@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.clients.function_jobs import FunctionJob
-    from orc.orchestrator.clients.group_views import GroupView, ScheduleView
     from orc.orchestrator.clients.surface import ProgressCallback
-    from orc.orchestrator.engine.pass_report import PassReport
+    from orc.orchestrator.engine.writing import PassReport
     from orc.orchestrator.functions.calls import Call
     from orc.orchestrator.insight.metrics import Reader
     from orc.orchestrator.ledger.records import Reservation
-    from orc.orchestrator.views import JobView
+    from orc.orchestrator.views import GroupView, JobView, ScheduleView
     from orc.orchestrator.workspace import Workspace
 
 R = TypeVar("R")
@@ -130,7 +129,7 @@ class Client(JobsClient):
         from orc.orchestrator.engine.attempt_inputs import stored_snapshot
         from orc.orchestrator.engine.changed_spec import changed, digests_left
         from orc.orchestrator.engine.progress import silent
-        from orc.orchestrator.functions.keys import key_of
+        from orc.orchestrator.functions.calls import key_of
 
         ws = self.workspace
         old = self.job(job_id)
@@ -228,10 +227,10 @@ class Client(JobsClient):
     ) -> ScheduleView:
         """Submit a job again and again, from the snapshot that is taken now."""
         from orc.launchers.ids import new_job_id
-        from orc.orchestrator.clients.group_views import ScheduleView
         from orc.orchestrator.engine import schedules, snapshots
         from orc.orchestrator.engine.progress import silent
         from orc.orchestrator.engine.submission import new_submission
+        from orc.orchestrator.views import ScheduleView
 
         schedules.check(loaded.spec, cron, timezone)
         ws = self.workspace

@@ -295,6 +295,6 @@ def no_account(cluster: str, user: str) -> NoAccount:
 
 def store_path(state_dir: Path) -> Path:
     """Return the place of the snapshots below a state directory."""
-    from orc.launchers.layout import Layout
+    from orc.launchers.paths import Layout
 
     return Path(Layout.at(state_dir.as_posix()).store)

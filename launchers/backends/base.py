@@ -26,9 +26,9 @@ from orc.launchers.errors import BackendError, LaunchError, PartlyUnreachable
 from orc.launchers.findings import Finding
 from orc.launchers.hosts.node_entry import NodeEntry as NodeEntry
 from orc.launchers.ids import AttemptId
-from orc.launchers.layout import Layout
+from orc.launchers.paths import Layout
 from orc.launchers.plan import Plan
-from orc.launchers.snapshot.trees import Snapshot as Snapshot
+from orc.launchers.snapshot.manifest import Snapshot as Snapshot
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

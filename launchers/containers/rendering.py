@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from orc.launchers.agent.config import AgentConfig
     from orc.launchers.containers.layout import ContainerLayout
     from orc.launchers.ids import AttemptId
-    from orc.launchers.snapshot.trees import Snapshot
+    from orc.launchers.snapshot.manifest import Snapshot
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
 

@@ -1,4 +1,6 @@
-"""The ``environment`` section of a job and of a cluster: the source of the ranks' Python."""
+"""Sections that a job and its cluster both have: ``environment``, the source of the ranks' Python, and ``network``, the
+network between the nodes of a run. What the job says goes over what the cluster says.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,41 @@ from orc.launchers.oldest_python import python_problem
 from orc.launchers.spec import grammar
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.options import Flag, FrozenModel, Text
+
+
+def _interface(value: Any) -> str:
+    text = grammar.scalar_text(value)
+    if not re.fullmatch(r"[^\s/,=^:!]{1,15}", text):  # as the kernel takes it, without what NCCL's lists are made of
+        raise ValueError(f"{text!r} is not the name of a network interface, such as eth0 or ib0")
+    return text
+
+
+def _cidr(value: Any) -> str:
+    import ipaddress
+
+    text = grammar.scalar_text(value).strip()
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError as error:
+        raise ValueError(f"is not a network such as 10.1.0.0/16: {error}") from None
+
+
+class Network(FrozenModel):
+    """The network that ranks of several nodes listen on. Ranks of one node stay on its loopback interface."""
+
+    interface: Annotated[str, BeforeValidator(_interface)] | None = Field(
+        None, description="The interface that the nodes use among each other, as eth0."
+    )
+    cidr: Annotated[str, BeforeValidator(_cidr)] | None = Field(
+        None, description="The network that every node's address must lie in, as 10.1.0.0/16."
+    )
+
+
+def chosen_network(job: Network, cluster: Network) -> dict[str, str]:
+    """Return the ``network`` of ``agent.json``: each value of the job goes over the cluster's."""
+    chosen = {name: getattr(job, name) or getattr(cluster, name) for name in ("interface", "cidr")}
+    return {name: value for name, value in chosen.items() if value}
+
 
 KINDS = ("venv", "conda", "copy", "container")
 

@@ -13,7 +13,7 @@ from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.api.submissions import Digests, NewMember
 from orc.orchestrator.clients.errors import JobNotFound
 from orc.orchestrator.ledger.lifecycle import JobState
-from orc.orchestrator.ledger.listing import JobFilter
+from orc.orchestrator.ledger.queries import JobFilter
 from orc.orchestrator.schema import View
 from orc.orchestrator.views import EventView, JobRow, JobView
 

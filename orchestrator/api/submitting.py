@@ -18,11 +18,11 @@ from orc.launchers.errors import LaunchError, RenderError, SpecError
 from orc.launchers.ids import derived_job_id, new_job_id
 from orc.orchestrator.clients import groups
 from orc.orchestrator.clients.errors import NotAllowed, SnapshotMissing
-from orc.orchestrator.clients.group_views import GroupView, ScheduleView
 from orc.orchestrator.ledger import content_holders
 from orc.orchestrator.ledger import groups as group_rows
 from orc.orchestrator.ledger import schedules as schedule_rows
 from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.views import GroupView, ScheduleView
 from orc.orchestrator.workspace import login_name, no_account
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Submitter:
         """Submit a job like another one."""
         from orc.orchestrator.engine.attempt_inputs import stored_snapshot
         from orc.orchestrator.engine.changed_spec import changed, digests_left
-        from orc.orchestrator.functions.keys import key_of
+        from orc.orchestrator.functions.calls import key_of
 
         old = self._session.job(job_id)
         spec = changed(old.spec, overrides, where=old.id)
@@ -296,7 +296,7 @@ class Submitter:
 
         Raises `NotAllowed` for artefacts of another user's job, `SpecError` for jobs that are not there.
         """
-        from orc.launchers.snapshot.trees import INPUT
+        from orc.launchers.snapshot.manifest import INPUT
         from orc.launchers.spec.relations import artefact
         from orc.orchestrator.engine.dependencies import job_named
 

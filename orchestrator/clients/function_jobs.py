@@ -13,7 +13,7 @@ from orc.orchestrator.api.logs import at_backend, read_log
 from orc.orchestrator.clients.cancelling import cancel
 from orc.orchestrator.clients.waiting import wait
 from orc.orchestrator.functions import node
-from orc.orchestrator.functions.keys import key_of
+from orc.orchestrator.functions.calls import key_of
 
 if TYPE_CHECKING:
     from orc.orchestrator.api.session import LedgerSession

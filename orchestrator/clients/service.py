@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import NodeEntry
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
-    from orc.orchestrator.clients.group_views import GroupView, ScheduleView
     from orc.orchestrator.clients.requests import Request
     from orc.orchestrator.clients.surface import ProgressCallback
     from orc.orchestrator.insight.metrics import Line
+    from orc.orchestrator.views import GroupView, ScheduleView
 
 Answer = TypeVar("Answer")
 _LOG_BYTES = 1 << 20  # of one answer

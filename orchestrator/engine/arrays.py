@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine import admission, claims, job_secrets
+from orc.orchestrator.engine.attempt_inputs import stored_spec
 from orc.orchestrator.engine.limits import is_limited
 from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt
-from orc.orchestrator.engine.stored_spec import stored_spec
 from orc.orchestrator.ledger import dependencies, groups
 from orc.orchestrator.ledger.lifecycle import JobState
 

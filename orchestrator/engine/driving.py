@@ -11,16 +11,14 @@ from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine import admission, arrays, claims, delivery, job_secrets, late_copies
 from orc.orchestrator.engine import submission_steps as steps
-from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs
+from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs, stored_spec
 from orc.orchestrator.engine.fair_share import read_head_starts
 from orc.orchestrator.engine.fault_points import fault_point
-from orc.orchestrator.engine.pass_report import PassReport, note_unreachable, write_all
 from orc.orchestrator.engine.placement import PlacementPlanner
 from orc.orchestrator.engine.progress import Progress, silent
-from orc.orchestrator.engine.stored_spec import stored_spec
-from orc.orchestrator.engine.turns import turn
+from orc.orchestrator.engine.queueing import turn
 from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel
-from orc.orchestrator.engine.writing import apply
+from orc.orchestrator.engine.writing import PassReport, apply, note_unreachable, write_all
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord

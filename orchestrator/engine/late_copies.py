@@ -24,7 +24,7 @@ from orc.orchestrator.ledger.lifecycle import Event, Kind
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Handle
-    from orc.orchestrator.engine.pass_report import PassReport
+    from orc.orchestrator.engine.writing import PassReport
     from orc.orchestrator.ledger.late_copies import LateCopy
     from orc.orchestrator.ledger.records import AttemptRecord, Destination, JobRecord
     from orc.orchestrator.workspace import Workspace

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from orc.orchestrator.engine.queueing import turn
 from orc.orchestrator.engine.spending import Spent, read_spent
-from orc.orchestrator.engine.turns import turn
-from orc.orchestrator.ledger.quotas import Quota, all_quotas
+from orc.orchestrator.ledger.usage import Quota, all_quotas
 
 if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Limits

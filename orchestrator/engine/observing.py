@@ -21,10 +21,10 @@ from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine import claims, job_secrets, log_rules, polling
 from orc.orchestrator.engine.attempt_inputs import attempt_inputs
 from orc.orchestrator.engine.fault_points import fault_point
-from orc.orchestrator.engine.pass_report import PassReport, note_unreachable, write_all
 from orc.orchestrator.engine.placement import PlacementPlanner
 from orc.orchestrator.engine.retry import retry_cause
 from orc.orchestrator.engine.updates import JobUpdate, retry_policy, update_from_observation
+from orc.orchestrator.engine.writing import PassReport, note_unreachable, write_all
 from orc.orchestrator.ledger import polls
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind

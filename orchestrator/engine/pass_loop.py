@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-    from orc.orchestrator.engine.pass_report import PassReport
+    from orc.orchestrator.engine.writing import PassReport
     from orc.orchestrator.ledger.records import JobRecord
     from orc.orchestrator.workspace import Workspace
 

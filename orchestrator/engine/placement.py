@@ -17,8 +17,7 @@ from orc.orchestrator.engine.excluded_hosts import excluded
 from orc.orchestrator.engine.fair_share import read_head_starts
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.progress import Progress, silent
-from orc.orchestrator.engine.queueing import WaitingJob, placement_in_turn, taken_slots, waiting_reason
-from orc.orchestrator.engine.turns import turn
+from orc.orchestrator.engine.queueing import WaitingJob, placement_in_turn, taken_slots, turn, waiting_reason
 from orc.orchestrator.ledger.lifecycle import JobState
 
 if TYPE_CHECKING:

@@ -9,18 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine import (
-    deadlines,
-    dependencies,
-    job_files,
-    job_secrets,
-    late_copies,
-    schedules,
-)
+from orc.orchestrator.engine import dependencies, job_files, job_secrets, late_copies, schedules, updates
 from orc.orchestrator.engine.driving import drive_in_turn, places_jobs
 from orc.orchestrator.engine.observing import Urgency, poll_all
-from orc.orchestrator.engine.pass_report import PassReport, write_all
 from orc.orchestrator.engine.updates import JobUpdate
+from orc.orchestrator.engine.writing import PassReport, write_all
 from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.workspace import Workspace
@@ -88,7 +81,7 @@ def reconcile(
 def _cancel_overdue(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
     """Request the cancellation of jobs whose deadline has passed; True if there are some."""
     now = ws.clock()
-    overdue = [job for job in jobs if deadlines.has_passed(job, now)]
+    overdue = [job for job in jobs if updates.has_passed(job, now)]
     changes = []
     for job in overdue:
         grace_s = float(ws.ledger.spec(job.id)["grace"])

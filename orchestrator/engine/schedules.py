@@ -16,7 +16,7 @@ from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
 from orc.orchestrator.engine import cron as times
-from orc.orchestrator.engine import deadlines, job_secrets, sealing
+from orc.orchestrator.engine import job_secrets, sealing, updates
 from orc.orchestrator.engine.placement import render_anywhere
 from orc.orchestrator.engine.submission import CheckedJob, record
 from orc.orchestrator.ledger import groups, schedules
@@ -155,7 +155,7 @@ def _job(schedule: ScheduleRecord, now: float) -> NewJob:
         project=spec.get("project") or "",
         priority=spec.get("priority", 0),
         group_id=schedule.id,
-        deadline_at=deadlines.deadline_at(spec.get("deadline"), now),
+        deadline_at=updates.deadline_at(spec.get("deadline"), now),
     )
 
 

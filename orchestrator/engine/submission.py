@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import SpecError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
-from orc.orchestrator.engine import artefacts, claims, job_files, job_secrets, sealing
+from orc.orchestrator.engine import attempt_inputs, claims, job_files, job_secrets, sealing
 from orc.orchestrator.engine import submission_steps as steps
-from orc.orchestrator.engine.deadlines import deadline_at
 from orc.orchestrator.engine.dependencies import job_named, required, waiting_reason
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import render_anywhere
 from orc.orchestrator.engine.progress import Progress, silent
+from orc.orchestrator.engine.updates import deadline_at
 from orc.orchestrator.ledger import dependencies
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import JobState
@@ -162,7 +162,7 @@ def check(ws: Workspace, submissions: Sequence[Submission]) -> list[CheckedJob]:
                 "describes several jobs, and one is submitted", where=one.spec.name, hint="submit it as a group"
             )
         spec = _with_ids(ws, one.spec, ids)
-        artefacts.check(ws, spec, specs)
+        attempt_inputs.check(ws, spec, specs)
         needs = required(ws, spec, list(specs))
         secrets = resolve_secrets(spec.secrets, {**os.environ, **one.secrets})
         render_anywhere(ws, spec, one.snapshot, AttemptId(one.id, 1), one.owner)

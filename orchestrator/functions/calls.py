@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import pickle
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,12 +20,43 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError, SpecError
+from orc.launchers.remote.files import write_file
+from orc.launchers.snapshot.tree_store import fsync_directory
 from orc.orchestrator.functions import node
+from orc.orchestrator.functions.node import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from orc.launchers.snapshot.scan import SourceTree
     from orc.launchers.spec import JobSpec
     from orc.orchestrator.workspace import Workspace
+
+
+_BYTES = 32
+
+
+def new_key(state_dir: Path, digest: str) -> dict[str, str]:
+    """Make the key of the snapshot *digest*; return it as the secret that its jobs get."""
+    path = _file(state_dir, digest)
+    try:
+        write_file(str(path), secrets.token_hex(_BYTES).encode(), 0o600, new=True)
+        fsync_directory(path.parent)
+    except OSError as error:
+        raise LaunchError(f"cannot keep the key of the function: {error.strerror or error}", where=str(path)) from error
+    return key_of(state_dir, digest)
+
+
+def key_of(state_dir: Path, digest: str) -> dict[str, str]:
+    """Return what `new_key` has made; nothing for other snapshots, and in other state directories."""
+    try:
+        key = _file(state_dir, digest).read_text()
+    except FileNotFoundError:
+        return {}
+    return {KEY_VARIABLE: key} if len(key) == 2 * _BYTES else {}  # an empty one would sign for everybody
+
+
+def _file(state_dir: Path, digest: str) -> Path:
+    return state_dir / "functions" / f"{digest}.key"
+
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 MAP_TAG, CALL_TAG = "map", "call"  # of the jobs of a map: its id, and the number of the call in it
@@ -53,7 +85,6 @@ def submit_calls(
     from orc.orchestrator.engine.groups import submit_group
     from orc.orchestrator.engine.progress import silent
     from orc.orchestrator.engine.submission import new_submission, submit
-    from orc.orchestrator.functions.keys import new_key
     from orc.orchestrator.ledger.groups import GroupRecord
 
     backend = ws.backend(cluster)

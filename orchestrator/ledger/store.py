@@ -10,13 +10,17 @@ from typing import Any
 from orc.orchestrator.ledger.database import Connection, Database
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Kind
-from orc.orchestrator.ledger.listing import JobFilter, Page, decode_cursor, encode_cursor, read_rows
 from orc.orchestrator.ledger.queries import (
+    JobFilter,
+    Page,
     conditions,
+    decode_cursor,
+    encode_cursor,
     read_events,
     read_failed_hosts,
     read_jobs,
     read_reservations,
+    read_rows,
 )
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
 from orc.orchestrator.ledger.transaction import Transaction
@@ -106,7 +110,7 @@ class Ledger:
         group: str | None = None,
         limit: int | None = None,
     ) -> list[tuple[Any, ...]]:
-        """Return rows of jobs (`orc.orchestrator.ledger.listing.read_rows`), newest first, *limit* at most."""
+        """Return rows of jobs (`orc.orchestrator.ledger.queries.read_rows`), newest first, *limit* at most."""
         with self.database.read() as connection:
             return read_rows(connection, JobFilter(states, name, group=group, tags=tags or {}), limit=limit)
 

@@ -9,9 +9,9 @@ from orc.orchestrator.ledger import sealed_secrets
 from orc.orchestrator.ledger.database import Connection
 from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.lifecycle import Event, IllegalTransition, Kind, Position, advance
+from orc.orchestrator.ledger.outbox import announce
 from orc.orchestrator.ledger.queries import read_failed_hosts, read_jobs, read_reservations
 from orc.orchestrator.ledger.records import JobRecord, NewJob, Reservation, dump
-from orc.orchestrator.ledger.subscriptions import announce
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Placement

@@ -69,7 +69,7 @@ class SshBackend(Backend):
         from orc.launchers.backends.ssh.hosts import HostConnections
 
         def open_all() -> Mapping[str, Transport]:
-            from orc.launchers.backends.ssh.transports import open_transports
+            from orc.launchers.backends.ssh.hosts import open_transports
 
             return open_transports(self.cluster)
 

@@ -34,8 +34,8 @@ from orc.launchers.backends.base import (
 from orc.launchers.backends.ssh.rendering import hosts_of
 from orc.launchers.backends.tpu import accelerators, lifecycle, request
 from orc.launchers.backends.tpu.lifecycle import Create, Ended, Node, Provisioning, Ready, Restarting, State, ZoneStatus
+from orc.launchers.backends.tpu.listing import Poller
 from orc.launchers.backends.tpu.pods import Pods
-from orc.launchers.backends.tpu.poller import Poller
 from orc.launchers.backends.tpu.provision import request_tpu, require_own
 from orc.launchers.backends.tpu.rendering import render_plan
 from orc.launchers.backends.tpu.request import TpuLocation
@@ -419,7 +419,7 @@ class TpuBackend(Backend):
 
     def leftovers(self, live: Collection[str], over: Collection[str]) -> list[Leftover]:
         """Return TPUs with orc's label in the zones of the cluster."""
-        from orc.launchers.backends.tpu.cleanup import leftovers
+        from orc.launchers.backends.tpu.teardown import leftovers
 
         return leftovers(self._list([self._all_zones]), live, over, now=time.time())
 
@@ -429,7 +429,7 @@ class TpuBackend(Backend):
 
     def _end_idle(self) -> None:
         """Delete TPUs whose idle time is over. A deletion that fails is left to a later pass."""
-        from orc.launchers.backends.tpu.cleanup import idle_for_too_long
+        from orc.launchers.backends.tpu.teardown import idle_for_too_long
 
         if self.settings.options.on_finish != "idle" or time.monotonic() - self._idle_listed_at < _IDLE_CHECK_S:
             return

@@ -200,12 +200,12 @@ def test_artefacts_are_taken_by_their_owner_and_by_admins(served: Served, projec
 
 
 def test_what_signs_the_functions_of_the_services_account_goes_to_nobody_else(served: Served, project: Project) -> None:
-    from orc.orchestrator.functions import keys
+    from orc.orchestrator.functions import calls
     from orc.orchestrator.functions.node import KEY_VARIABLE
 
     with served.client() as client:
         view = client.submit(project("print('code that is known by its digest')\n"))
-        (key,) = keys.new_key(served.state_dir, view.digests["code"]).values()
+        (key,) = calls.new_key(served.state_dir, view.digests["code"]).values()
         with pytest.raises(SpecError, match=f"no value was sent for the secret {KEY_VARIABLE}"):
             resubmit_job(client.session, view.id, [f"secrets=[{KEY_VARIABLE}]"], {}, new_key())
     assert len(key) == 64
