@@ -222,7 +222,7 @@ class Workspace:
         try:
             limits = self.backend(cluster).cluster.limits
         except LaunchError:
-            return None  # its jobs' turn says what is wrong with the cluster
+            return None  # the dispatch of its jobs says what is wrong with the cluster
         return limits if any(amount is not None for _, amount in limits) else None
 
     def clusters_with(self, ability: type) -> tuple[list[str], dict[str, LaunchError]]:

@@ -339,7 +339,7 @@ def require_secrets(plan: Plan, secrets: Mapping[str, str]) -> dict[str, str]:
     return {name: secrets[name] for name in plan.secrets}
 
 
-def raise_untold(errors: Mapping[str, LaunchError]) -> None:
+def raise_unreached(errors: Mapping[str, LaunchError]) -> None:
     """Raise `PartlyUnreachable` for the attempts (markers) whose cancellation was not delivered, if there are any."""
     if errors:
         first = next(iter(errors.values()))

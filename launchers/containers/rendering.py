@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
 
-HUB_PORT = 29411  # containers have a network of their own: nothing else listens there
+LINK_PORT = 29411  # containers have a network of their own: nothing else listens there
 
 
 def container_config(
@@ -30,7 +30,7 @@ def container_config(
     hosts: Sequence[str],
     setup: Sequence[str],
     image: str,
-    hub_port: int = HUB_PORT,
+    hub_port: int = LINK_PORT,
 ) -> AgentConfig:
     """Return the configuration of the agents of an attempt, whose containers reach each other by the names *hosts*.
 

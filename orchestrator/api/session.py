@@ -179,13 +179,13 @@ class LedgerSession:
             self._start_reconciler()
 
     def _any_due(self) -> bool:
-        from orc.orchestrator.ledger import late_copies, outbox, schedules
+        from orc.orchestrator.ledger import orphans, outbox, schedules
 
         with self.workspace.ledger.database.read() as connection:
             at = outbox.next_due(connection)
             if at is not None and at <= self.workspace.clock():
                 return True
-            if late_copies.next_due(connection) is not None:
+            if orphans.next_due(connection) is not None:
                 return True
             return any(found.enabled for found in schedules.all_schedules(connection))
 

@@ -285,10 +285,10 @@ class Submitter:
     def _submission(
         self, job: JobSpec, trees: Snapshot, job_id: str, source: str, secrets: Mapping[str, str]
     ) -> Submission:
-        """Return the submission of a job that has passed all checks: the user's, with sealed secrets."""
+        """Return the submission of a job that has passed all checks: the user's, with encrypted secrets."""
         from orc.orchestrator.engine.submission import Submission
 
-        return Submission(job, trees, self._user, job_id, source, secrets, sealed=True, request=self._request)
+        return Submission(job, trees, self._user, job_id, source, secrets, encrypted=True, request=self._request)
 
     def _with_allowed_inputs(self, job: JobSpec, has: Mapping[str, str], stages: Collection[str] = ()) -> JobSpec:
         """Return *job* with the full ids of the jobs whose artefacts it takes; those in *has* were checked before, and

@@ -65,13 +65,13 @@ def _is_to_be_had(ws: Workspace, job: JobRecord) -> bool:
 
 
 def takes_arrays(ws: Workspace, cluster: str) -> bool:
-    """Return True where *cluster* takes jobs together, and none has to be sent in its own turn."""
+    """Return True where *cluster* takes jobs together, and none has to be sent by itself."""
     from orc.launchers.backends.base import SupportsArrays
 
     try:
         return isinstance(ws.backend(cluster), SupportsArrays) and not is_limited(ws, cluster)
     except LaunchError:
-        return False  # its jobs' turn says what is wrong with the cluster
+        return False  # the dispatch of its jobs says what is wrong with the cluster
 
 
 def are_alike(specs: Sequence[Mapping[str, Any]]) -> bool:

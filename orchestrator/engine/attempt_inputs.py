@@ -16,7 +16,7 @@ from orc.launchers.errors import BackendUnreachable, BundleError, LaunchError, S
 from orc.launchers.ids import AttemptId
 from orc.launchers.paths import Layout
 from orc.orchestrator.engine import job_secrets
-from orc.orchestrator.engine.sealing import UnsealError
+from orc.orchestrator.engine.encryption import DecryptionError
 from orc.orchestrator.ledger import content_holders
 from orc.orchestrator.ledger.records import JobRecord, dump
 from orc.orchestrator.workspace import Workspace
@@ -109,7 +109,7 @@ def attempt_inputs(ws: Workspace, job: JobRecord) -> tuple[JobSpec, Snapshot, Ma
     try:
         secrets = job_secrets.load_for(ws, job.id, spec.secrets)
         snapshot = _snapshot(ws, job)
-    except UnsealError as error:
+    except DecryptionError as error:
         raise InputsUnavailable(f"waiting for the key of its secrets: {error.what}", where=job.id) from error
     except (BundleError, SpecError) as error:
         origin = ws.ledger.origin(job.id)

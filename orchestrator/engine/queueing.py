@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PRIORITY_S = 3600.0
 
 
-def turn(created_at: float, priority: int, job: str, *, head_start_s: float = 0.0) -> tuple[float, float, str]:
+def queue_key(created_at: float, priority: int, job: str, *, head_start_s: float = 0.0) -> tuple[float, float, str]:
     """Return the key by which jobs are sorted: the smallest goes first.
 
     *head_start_s* is what fair share gives the job's owner (`orc.orchestrator.engine.fair_share`).
@@ -56,7 +56,7 @@ def taken_slots(reservations: Iterable[Reservation], *, besides: str = "") -> di
     return dict(taken)
 
 
-def placement_in_turn(
+def placement_in_order(
     backend: SupportsPlacement,
     spec: JobSpec,
     taken: Mapping[str, int],
@@ -83,7 +83,7 @@ def placement_in_turn(
             for host in backend.candidates(older.spec):
                 closed.setdefault(host, older.job)
         except LaunchError:
-            continue  # it will never run here, and its own turn says so
+            continue  # it will never run here, and its own dispatch says so
         else:
             if older.in_hand:
                 left.update(dict.fromkeys(placement.hosts, placement.slots))

@@ -137,7 +137,7 @@ class Settings:
     id: str  # of the map
     max_timeouts: int
     at_once: int | None  # kept by the calls themselves, on one machine
-    elsewhere: bool  # this machine's directories mean nothing on the nodes
+    remote: bool  # this machine's directories mean nothing on the nodes
 
 
 def specification(
@@ -161,7 +161,7 @@ def packed(calls: Sequence[Call], spec: JobSpec, settings: Settings) -> Iterator
     from orc.launchers.snapshot.scan import SourceTree
 
     found: dict[str, bytes] = {"orc_function.py": Path(node.__file__).read_bytes()}
-    with _by_value(settings.elsewhere) as dumps:
+    with _by_value(settings.remote) as dumps:
         for number, call in enumerate(calls):
             try:
                 found[f"call-{number}.pkl"] = pickle.dumps(0) + dumps(call)
@@ -174,7 +174,7 @@ def packed(calls: Sequence[Call], spec: JobSpec, settings: Settings) -> Iterator
     described = {
         "id": settings.id,
         "python": sys.version_info[:2],
-        "paths": [] if settings.elsewhere else _own_paths(),
+        "paths": [] if settings.remote else _own_paths(),
         "saves": any(saves(function) for function, _, _ in calls),
         "time_s": spec.resources.time_s,
         "max_timeouts": settings.max_timeouts,
@@ -215,7 +215,7 @@ def arguments(iterables: Iterable[Iterable[Any]]) -> list[tuple[Any, ...]]:
 
 
 @contextmanager
-def _by_value(elsewhere: bool) -> Iterator[Callable[[Any], bytes]]:
+def _by_value(remote: bool) -> Iterator[Callable[[Any], bytes]]:
     """Return the function that pickles; for nodes that cannot import this program's modules, with their content."""
     if importlib.util.find_spec("cloudpickle") is None:
         yield pickle.dumps
@@ -224,7 +224,7 @@ def _by_value(elsewhere: bool) -> Iterator[Callable[[Any], bytes]]:
 
     known = cloudpickle.list_registry_pickle_by_value()
     own = {name.partition(".")[0] for name, module in sys.modules.items() if _is_own(getattr(module, "__file__", None))}
-    names = (own - {"__main__", "orc"} - known) & set(sys.modules) if elsewhere else ()
+    names = (own - {"__main__", "orc"} - known) & set(sys.modules) if remote else ()
     added = [sys.modules[name] for name in names]
     for module in added:
         cloudpickle.register_pickle_by_value(module)

@@ -36,12 +36,12 @@ class Transaction:
         *,
         owner: str | None = None,
         claim_expires_at: float | None = None,
-        sealed: str = "",
+        ciphertext: str = "",
         request: str = "",
     ) -> JobRecord:
         """Return a new job without an attempt, which has to wait for *reason*, claimed by *owner* if given.
 
-        *sealed* is the ciphertext of its secrets, *request* the digest of the key of the request that makes it.
+        *ciphertext* is that of its secrets, *request* the digest of the key of the request that makes it.
         """
         self.connection.execute(
             "INSERT INTO jobs (id, name, cluster, backend, state, reason, attempt, revision, created_at, updated_at, "
@@ -78,8 +78,8 @@ class Transaction:
         told = {"cluster": job.cluster, "source": job.source, "origin": job.origin}
         if request:
             told["request"] = request
-        if sealed:
-            sealed_secrets.put(self.connection, job.id, sealed, self.now)
+        if ciphertext:
+            sealed_secrets.put(self.connection, job.id, ciphertext, self.now)
         events = [Event(Kind.QUEUED, None, told)]
         if reason:
             events.append(Event(Kind.WAITING, None, {"reason": reason}))

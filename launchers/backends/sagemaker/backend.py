@@ -15,7 +15,7 @@ from orc.launchers.backends.base import (
     Observation,
     Placement,
     Snapshot,
-    raise_untold,
+    raise_unreached,
 )
 from orc.launchers.backends.sagemaker.rendering import render_plan
 from orc.launchers.backends.sagemaker.settings import read_cluster_settings, read_settings
@@ -152,13 +152,13 @@ class SagemakerBackend(Backend):
 
         Raises `PartlyUnreachable` for those that were not told: AWS is out of reach, or refuses; the others are.
         """
-        untold: dict[str, LaunchError] = {}
+        unreached: dict[str, LaunchError] = {}
         for handle in handles:
             try:
                 self.aws.stop(handle.native_id)
             except LaunchError as error:
-                untold[handle.marker] = error
-        raise_untold(untold)
+                unreached[handle.marker] = error
+        raise_unreached(unreached)
 
     def reap(self, handle: Handle) -> None:
         """Delete what is private of an attempt whose end SageMaker did not tell; instances end by themselves."""

@@ -20,7 +20,7 @@ from orc.launchers.backends.base import (
     Placement,
     Snapshot,
     cancel_request,
-    raise_untold,
+    raise_unreached,
     require_secrets,
 )
 from orc.launchers.backends.ssh import placement as placing
@@ -314,13 +314,13 @@ class SshBackend(Backend):
         Raises `PartlyUnreachable` for the attempts none of whose hosts could be reached; the others are cancelled.
         """
         results = self._on_each(handles, "cancel", {"request": cancel_request(grace)})
-        untold: dict[str, LaunchError] = {}
+        unreached: dict[str, LaunchError] = {}
         for handle in handles:
             told = [results[name] for name in handle.hosts]
             errors = [result for result in told if isinstance(result, LaunchError)]
             if len(errors) == len(told):
-                untold[handle.marker] = errors[0]
-        raise_untold(untold)
+                unreached[handle.marker] = errors[0]
+        raise_unreached(unreached)
 
     def reap(self, handle: Handle) -> None:
         """End whatever an attempt that is over may have left on the hosts that answer."""

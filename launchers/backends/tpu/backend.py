@@ -28,7 +28,7 @@ from orc.launchers.backends.base import (
     Phase,
     Placement,
     Snapshot,
-    raise_untold,
+    raise_unreached,
     require_secrets,
 )
 from orc.launchers.backends.ssh.rendering import hosts_of
@@ -381,7 +381,7 @@ class TpuBackend(Backend):
             return
         statuses = self._statuses(handles, anew=True)
         results = each({h.marker: h for h in handles}, lambda h: self._cancel(h, statuses[h.marker], grace))
-        raise_untold({marker: error for marker, error in results.items() if isinstance(error, LaunchError)})
+        raise_unreached({marker: error for marker, error in results.items() if isinstance(error, LaunchError)})
 
     def _cancel(self, handle: Handle, statuses: Sequence[ZoneStatus], grace: timedelta) -> None:
         local, location = self._local(handle), TpuLocation.parse(handle.native_id)

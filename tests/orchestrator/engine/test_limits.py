@@ -9,7 +9,7 @@ import pytest
 from orc.launchers.backends.base import Phase
 from orc.launchers.spec.clusters import Limits
 from orc.orchestrator.engine.limits import Book, Demand, use_of_quotas
-from orc.orchestrator.engine.queueing import turn
+from orc.orchestrator.engine.queueing import queue_key
 from orc.orchestrator.ledger import usage
 from orc.orchestrator.ledger.usage import Quota
 
@@ -81,10 +81,10 @@ def test_what_can_never_be_says_so_and_closes_nothing():
 
 def test_a_point_of_priority_is_worth_an_hour_so_nobody_waits_for_ever():
     hour = 3600.0
-    assert turn(10 * hour, 5, "b") < turn(6 * hour, 0, "a")
-    assert turn(10 * hour, 5, "b") > turn(4 * hour, 0, "a")
-    assert turn(1.0, 0, "a") < turn(1.0, 0, "b")
-    assert turn(201 * hour, 100, "new") > turn(0.0, -100, "old")
+    assert queue_key(10 * hour, 5, "b") < queue_key(6 * hour, 0, "a")
+    assert queue_key(10 * hour, 5, "b") > queue_key(4 * hour, 0, "a")
+    assert queue_key(1.0, 0, "a") < queue_key(1.0, 0, "b")
+    assert queue_key(201 * hour, 100, "new") > queue_key(0.0, -100, "old")
 
 
 # -- in the ledger

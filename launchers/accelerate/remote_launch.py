@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from orc.launchers.accelerate.notes import Note
     from orc.launchers.foreground.launch import LocalLaunch
 
+
 SAGEMAKER, HOSTS = "sagemaker", "hosts"
 CREDENTIALS = ("aws_access_key_id", "aws_secret_access_key")
 _FILTERS = ("deepspeed_inclusion_filter", "deepspeed_exclusion_filter")
