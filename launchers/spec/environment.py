@@ -117,6 +117,8 @@ class Venv(FrozenModel):
 class Conda(FrozenModel):
     """A conda environment: made on each node from a file, or unpacked from an archive of conda-pack."""
 
+    other_forms = ({"type": "string"},)
+
     file: BundledPath | None = Field(None, description="An environment.yml in the workdir.")
     archive: BundledPath | None = Field(None, description="What conda-pack has made.")
 
@@ -140,6 +142,11 @@ class Conda(FrozenModel):
 
 class Copy(FrozenModel):
     """The virtual environment of the submitting machine, brought along."""
+
+    other_forms = (
+        {"type": "string"},
+        {"type": "null"},
+    )
 
     venv: Text | None = Field(None, description="Its directory, relative to the job file; the active one if not given.")
     exclude: tuple[Text, ...] = Field((), description="Patterns (gitignore syntax) of what stays at home.")
@@ -184,6 +191,8 @@ class Container(FrozenModel):
 
 class Environment(FrozenModel):
     """Environment of the ranks: at most one kind; without any the cluster's counts."""
+
+    other_forms = ({"enum": ["none", "copy"]},)
 
     venv: Venv | None = Field(None, description="Built from requirements.")
     conda: Conda | None = Field(None, description="Made by conda.")

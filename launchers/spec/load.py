@@ -19,7 +19,6 @@ from orc.launchers.spec import source
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.job import JobSpec
 from orc.launchers.spec.options import field_at, keys_of, section_at
-from orc.launchers.spec.problems import dotted
 from orc.launchers.spec.source import Document, KeyPath, Origin, Reading, parse_value
 from orc.runtime.core.config import JOB_KEYS
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec.problems import Problem
 
 
-def apply(document: Document, override: str, reading: Callable[[KeyPath], Reading]) -> None:
+def apply_override(document: Document, override: str, reading: Callable[[KeyPath], Reading]) -> None:
     """Change *document* by one ``key.path=VALUE``; the value is YAML. Raises `SpecError`."""
     name, equals, text = override.partition("=")
     where = f"--set {override if len(override) <= 80 else override[:77] + '...'}"
@@ -45,10 +44,10 @@ def apply(document: Document, override: str, reading: Callable[[KeyPath], Readin
         raise SpecError(error.what, where=where, hint=error.hint) from None
     # A variable may well be empty; elsewhere no value means the default.
     empty = "" if len(path) == 2 and path[0] == "env" and not text.strip() else None
-    put(document, path, value.data[""] if empty is None else empty, where, value)
+    put_value(document, path, value.data[""] if empty is None else empty, where, value)
 
 
-def put(document: Document, path: KeyPath, value: Any, where: str, origins: Document | None = None) -> None:
+def put_value(document: Document, path: KeyPath, value: Any, where: str, origins: Document | None = None) -> None:
     """Set *value* at *path*, making the mappings on the way; its origin becomes *where*."""
     origin = Origin(where, (1 << 30, 0))
     target: Any = document.data
@@ -61,6 +60,8 @@ def put(document: Document, path: KeyPath, value: Any, where: str, origins: Docu
             # The short form of these sections is a text; make it the long form.
             inner = target[part] = {"kind" if part == "launcher" else "path": inner}
         elif not isinstance(inner, dict):
+            from orc.launchers.spec.problems import dotted
+
             raise SpecError(f"{dotted(path[:depth])} is not a mapping, so {dotted(path)} cannot be set", where=where)
         target = inner
     for table in (document.keys, document.values):
@@ -165,9 +166,9 @@ def read_job_file(
     _refuse_accelerate(document, source_path)
     if overrides or cluster is not None:
         for override in overrides:
-            apply(document, override, reading)
+            apply_override(document, override, reading)
         if cluster is not None:
-            put(document, ("cluster",), cluster, f"--cluster {cluster}")
+            put_value(document, ("cluster",), cluster, f"--cluster {cluster}")
     return document, source_path
 
 

@@ -29,12 +29,11 @@ def changed(stored: Mapping[str, Any], overrides: Sequence[str], *, where: str) 
                 hint="submit the job file again",
             ) from None
     from orc.launchers.spec import load
-    from orc.launchers.spec import load as overriding
     from orc.launchers.spec.source import Document
 
     document = Document(json.loads(json.dumps(stored)), where, {}, {})
     for override in overrides:
-        overriding.apply(document, override, load.reading)
+        load.apply_override(document, override, load.reading)
     _refuse_another_snapshot(stored, document.data, where)
     return load.validate(document)
 

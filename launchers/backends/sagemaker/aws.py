@@ -315,13 +315,11 @@ class AwsService:
         with self._errors("sagemaker:DescribeTrainingJob"):
             return resources.TrainingJob.get(name, session=self._session, region=self._region)
 
-    def summaries(self, *, since: float | None = None, name_contains: str = "") -> Iterator[dict[str, Any]]:
+    def summaries(self, *, since: float | None = None) -> Iterator[dict[str, Any]]:
         """Yield jobs, newest first, created after *since* (seconds since the epoch), in pages of a hundred."""
         query: dict[str, Any] = {"SortBy": "CreationTime", "SortOrder": "Descending", "MaxResults": 100}
         if since is not None:
             query["CreationTimeAfter"] = datetime.fromtimestamp(since, UTC)
-        if name_contains:
-            query["NameContains"] = name_contains
         with self._errors("sagemaker:ListTrainingJobs"):
             for page in self._client("sagemaker").get_paginator("list_training_jobs").paginate(**query):
                 yield from page["TrainingJobSummaries"]

@@ -18,7 +18,7 @@ from orc.launchers.backends.base import (
     raise_unreached,
 )
 from orc.launchers.backends.sagemaker.rendering import render_plan
-from orc.launchers.backends.sagemaker.settings import read_cluster_settings, read_settings
+from orc.launchers.backends.sagemaker.settings import ClusterOptions, JobOptions, read_cluster_settings, read_settings
 from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.findings import Finding
 
@@ -37,6 +37,7 @@ class SagemakerBackend(Backend):
     """Attempts as training jobs of one account and region."""
 
     kind = "sagemaker"
+    options_model, job_options_model = ClusterOptions, JobOptions
     visibility_s = 30.0
     lost_after_s = 60.0
     keeps_work = False  # it ends with the containers

@@ -31,7 +31,14 @@ from orc.launchers.backends.slurm.login import (
     root_of,
 )
 from orc.launchers.backends.slurm.lookup import JobLookup, job_of_owner, of_handles
-from orc.launchers.backends.slurm.options import MEMORY, SlurmOptions, SlurmSettings, read_options, read_settings
+from orc.launchers.backends.slurm.options import (
+    MEMORY,
+    ClusterOptions,
+    SlurmOptions,
+    SlurmSettings,
+    read_options,
+    read_settings,
+)
 from orc.launchers.errors import SpecError
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
@@ -57,6 +64,7 @@ class SlurmBackend(Backend):
     """Backend of one Slurm cluster. Without *transport* it is entered here, or over SSH to its login node."""
 
     kind = "slurm"
+    options_model, job_options_model = ClusterOptions, SlurmOptions
     passes_artefacts = True
     discovery_options: ClassVar[Mapping[str, tuple[str, str]]] = {
         "login": ("[USER@]HOST", "Login node, reached over SSH; this machine unless given."),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.options import Machine, SshOptions
@@ -366,6 +366,12 @@ class SlurmSettings(SshOptions):
     def program(self, name: str) -> str:
         """Return the path or name of a Slurm command."""
         return f"{self.bin}/{name}" if self.bin else name
+
+
+class ClusterOptions(SlurmSettings, SlurmOptions):
+    """``options:`` of a cluster, for editors; names may be written with hyphens as well."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
 
 def read_options(

@@ -25,7 +25,7 @@ from orc.launchers.backends.base import (
 )
 from orc.launchers.backends.ssh import placement as placing
 from orc.launchers.backends.ssh.rendering import hosts_of, render_plan
-from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, Settings, read_settings
+from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, JobOptions, Options, Settings, read_settings
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
 from orc.launchers.findings import Finding
 from orc.launchers.oldest_python import brings_python
@@ -47,6 +47,7 @@ class SshBackend(Backend):
     """Jobs on the hosts of one cluster, which are reached through *open_all* (SSH unless given)."""
 
     kind = "ssh"
+    options_model, job_options_model = Options, JobOptions
     passes_artefacts = True
     logs_in = True
     visibility_s = 10.0

@@ -39,7 +39,7 @@ from orc.launchers.backends.tpu.pods import Pods
 from orc.launchers.backends.tpu.provision import request_tpu, require_own
 from orc.launchers.backends.tpu.rendering import render_plan
 from orc.launchers.backends.tpu.request import TpuLocation
-from orc.launchers.backends.tpu.settings import Settings, read_settings
+from orc.launchers.backends.tpu.settings import JobOptions, Options, Settings, read_settings
 from orc.launchers.backends.tpu.workers import directory_of, has_started, worker_name
 from orc.launchers.errors import (
     AmbiguousSubmit,
@@ -70,6 +70,7 @@ class TpuBackend(Backend):
     """Backend of the TPUs of one project: one for each attempt, unless the options name one."""
 
     kind = "tpu"
+    options_model, job_options_model = Options, JobOptions
     visibility_s = 15.0
 
     def __init__(self, cluster: Cluster, *, state_dir: Path | None = None) -> None:

@@ -322,7 +322,7 @@ def test_a_migrated_database_behind_a_url_is_not_migrated_again(tmp_path, monkey
     assert version(tmp_path / "core.db") == [(HEAD,)]
     assert not (tmp_path / "state").exists()
     database.close()
-    monkeypatch.setattr("orc.orchestrator.ledger.opening.upgrade", lambda *_: pytest.fail("it is migrated"))
+    monkeypatch.setattr("orc.orchestrator.ledger.upgrade.upgrade", lambda *_: pytest.fail("it is migrated"))
     open_database(tmp_path / "state", url).close()
 
 

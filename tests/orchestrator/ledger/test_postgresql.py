@@ -13,7 +13,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 
-from orc.orchestrator.ledger import opening, schema
+from orc.orchestrator.ledger import schema, upgrade
 from orc.orchestrator.ledger.engine import CoreDatabase
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
@@ -50,7 +50,7 @@ def test_many_first_users_at_once_make_one_ledger(tmp_path, postgres_database):
 
 def test_a_ledger_of_the_first_version_is_brought_up_with_what_is_in_it(tmp_path, postgres_database):
     config = Config()
-    config.set_main_option("script_location", str(opening.Path(opening.__file__).with_name("migrations")))
+    config.set_main_option("script_location", str(upgrade.Path(upgrade.__file__).with_name("migrations")))
     engine = sa.create_engine(postgres_database)
     with engine.connect() as connection:
         config.attributes["connection"] = connection

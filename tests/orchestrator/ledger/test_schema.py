@@ -10,7 +10,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from orc.orchestrator.ledger import opening, schema
+from orc.orchestrator.ledger import schema, upgrade
 from orc.orchestrator.ledger.version import HEAD
 
 LEDGER = Path(schema.__file__).parent
@@ -32,7 +32,7 @@ def in_any_order(text: str) -> str:
 
 @pytest.fixture
 def migrated(tmp_path) -> Path:
-    opening.upgrade(f"sqlite:///{tmp_path}/migrated.db", None)
+    upgrade.upgrade(f"sqlite:///{tmp_path}/migrated.db", None)
     return tmp_path / "migrated.db"
 
 
