@@ -21,7 +21,7 @@ from orc.launchers.errors import LaunchError
 from orc.launchers.spec.source import Document
 
 if TYPE_CHECKING:
-    from orc.launchers.accelerate.notes import Note
+    from orc.launchers.accelerate.draft import Note
     from orc.launchers.foreground.launch import LocalLaunch
 
 

@@ -165,8 +165,7 @@ class LedgerSession:
 
     def subscribed(self, spec: JobSpec) -> JobSpec:
         """Return *spec* with the subscriptions of the settings. Raises `LaunchError` for a wrong address."""
-        from orc.orchestrator.notifications.settings import load_settings
-        from orc.orchestrator.notifications.targets import Policy, subscribed
+        from orc.orchestrator.notifications.targets import Policy, load_settings, subscribed
 
         return subscribed(spec, load_settings(), Policy(service=self.serves))
 

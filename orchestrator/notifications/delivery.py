@@ -23,8 +23,16 @@ from orc.launchers.secrets import resolve_secrets
 from orc.orchestrator.ledger import outbox
 from orc.orchestrator.ledger.outbox import Notification
 from orc.orchestrator.notifications.sending import TOTAL_S, Undelivered, post, send_mail
-from orc.orchestrator.notifications.settings import Settings, load_settings
-from orc.orchestrator.notifications.targets import Policy, Secrets, Target, Undeliverable, shown, target_of
+from orc.orchestrator.notifications.targets import (
+    Policy,
+    Secrets,
+    Settings,
+    Target,
+    Undeliverable,
+    load_settings,
+    shown,
+    target_of,
+)
 
 if TYPE_CHECKING:
     from orc.orchestrator.ledger.store import Ledger

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from orc.launchers.backends.sagemaker import readers as read
 from orc.launchers.backends.sagemaker import sections
 from orc.launchers.backends.sagemaker.arguments import ALIASES, ELSEWHERE, REFUSED
-from orc.launchers.backends.sagemaker.tables import read_table
+from orc.launchers.backends.sagemaker.readers import read_table
 from orc.launchers.errors import SpecError
 from orc.launchers.spec.options import FrozenModel, Reader, Word, matching, text, validate_options, whole
 from orc.launchers.spec.source import Document, KeyPath, Placed, document_of

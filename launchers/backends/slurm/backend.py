@@ -428,7 +428,7 @@ def _entry(
     plain_step, shell = (*srun, *where, "--unbuffered"), (*srun, *where, "--pty")
     if settings.login is None:
         return NodeEntry(node, f"node {node}", directory, python, plain_step, shell)
-    from orc.launchers.remote.ssh.client import ssh_argv
+    from orc.launchers.remote.ssh.hosts import ssh_argv
 
     spec, access = settings.login.spec(), settings.access
     # The login node's shell reads what follows its name, word by word.

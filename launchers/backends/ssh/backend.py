@@ -288,7 +288,7 @@ class SshBackend(Backend):
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Return OpenSSH command lines, with the options of the cluster."""
-        from orc.launchers.remote.ssh.client import ssh_argv
+        from orc.launchers.remote.ssh.hosts import ssh_argv
 
         access = self.settings.options.access
         return [

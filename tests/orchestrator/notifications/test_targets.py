@@ -23,8 +23,7 @@ from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.notifications import delivery
 from orc.orchestrator.notifications.delivery import send
 from orc.orchestrator.notifications.sending import Undelivered, _pinned, is_public, post
-from orc.orchestrator.notifications.settings import Settings, load_settings
-from orc.orchestrator.notifications.targets import Policy, Undeliverable, shown, target_of
+from orc.orchestrator.notifications.targets import Policy, Settings, Undeliverable, load_settings, shown, target_of
 
 PAGE = (Path(__file__).parents[3] / "docs/how-to/notifications.md").read_text()
 PAYLOAD = {
