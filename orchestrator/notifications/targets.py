@@ -1,4 +1,4 @@
-"""Targets of notifications: ``notifications.yaml``, and what an address comes to, with its secrets, for one delivery."""
+"""Targets of notifications: ``notifications.yaml``, and what an address comes to, with secrets, for one delivery."""
 
 from __future__ import annotations
 
