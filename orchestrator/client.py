@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend, Handle, LogChunk, LogSelector, NodeEntry, Snapshot
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
-    from orc.orchestrator.clients.group_views import GroupView, ScheduleView
+    from orc.orchestrator.clients.function_jobs import FunctionJob
     from orc.orchestrator.clients.surface import ProgressCallback
-    from orc.orchestrator.engine.pass_report import PassReport
-    from orc.orchestrator.functions.jobs import Call, FunctionJob
+    from orc.orchestrator.engine.writing import PassReport
+    from orc.orchestrator.functions.calls import Call
     from orc.orchestrator.insight.metrics import Reader
     from orc.orchestrator.ledger.records import Reservation
-    from orc.orchestrator.views import JobView
+    from orc.orchestrator.views import GroupView, JobView, ScheduleView
     from orc.orchestrator.workspace import Workspace
 
 R = TypeVar("R")
@@ -129,7 +129,7 @@ class Client(JobsClient):
         from orc.orchestrator.engine.attempt_inputs import stored_snapshot
         from orc.orchestrator.engine.changed_spec import changed, digests_left
         from orc.orchestrator.engine.progress import silent
-        from orc.orchestrator.functions.keys import key_of
+        from orc.orchestrator.functions.calls import key_of
 
         ws = self.workspace
         old = self.job(job_id)
@@ -227,10 +227,10 @@ class Client(JobsClient):
     ) -> ScheduleView:
         """Submit a job again and again, from the snapshot that is taken now."""
         from orc.launchers.ids import new_job_id
-        from orc.orchestrator.clients.group_views import ScheduleView
         from orc.orchestrator.engine import schedules, snapshots
         from orc.orchestrator.engine.progress import silent
         from orc.orchestrator.engine.submission import new_submission
+        from orc.orchestrator.views import ScheduleView
 
         schedules.check(loaded.spec, cron, timezone)
         ws = self.workspace
@@ -311,7 +311,7 @@ class Client(JobsClient):
         Raises:
             LaunchError: As of `submit_function`.
         """
-        from orc.orchestrator.functions.jobs import arguments
+        from orc.orchestrator.functions.calls import arguments
 
         calls: list[Call] = [(fn, args, {}) for args in arguments(iterables)]
         return self.submit_calls(
@@ -327,10 +327,10 @@ class Client(JobsClient):
         Returns:
             The jobs, in the order of *calls*.
         """
+        from orc.orchestrator.clients.function_jobs import FunctionJob
         from orc.orchestrator.functions.calls import submit_calls
-        from orc.orchestrator.functions.jobs import FunctionJob
 
-        return [FunctionJob(self, job_id) for job_id in submit_calls(self.workspace, calls, **options)]
+        return [FunctionJob(self.session, job_id) for job_id in submit_calls(self.workspace, calls, **options)]
 
     def function_jobs(self, id: str, *, cluster: str = "") -> list[FunctionJob[Any]]:
         """Return the calls that were submitted earlier, perhaps by another process.
@@ -342,7 +342,8 @@ class Client(JobsClient):
         Raises:
             LaunchError: There is no such job.
         """
-        from orc.orchestrator.functions.jobs import CALL_TAG, MAP_TAG, FunctionJob
+        from orc.orchestrator.clients.function_jobs import FunctionJob
+        from orc.orchestrator.functions.calls import CALL_TAG, MAP_TAG
 
         group, _, number = id.partition(".")
         rows = self.jobs(tags={MAP_TAG: group}, limit=None)
@@ -352,7 +353,7 @@ class Client(JobsClient):
             found = [self.job(id).id]
         elif not found:
             raise LaunchError(f"{group} has no call {number}", hint=f"it has {len(calls)}, from 0")
-        return [FunctionJob(self, job) for job in found]
+        return [FunctionJob(self.session, job) for job in found]
 
     # -- looking at jobs
 

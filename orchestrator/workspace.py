@@ -222,7 +222,7 @@ class Workspace:
         try:
             limits = self.backend(cluster).cluster.limits
         except LaunchError:
-            return None  # its jobs' turn says what is wrong with the cluster
+            return None  # the dispatch of its jobs says what is wrong with the cluster
         return limits if any(amount is not None for _, amount in limits) else None
 
     def clusters_with(self, ability: type) -> tuple[list[str], dict[str, LaunchError]]:
@@ -295,6 +295,6 @@ def no_account(cluster: str, user: str) -> NoAccount:
 
 def store_path(state_dir: Path) -> Path:
     """Return the place of the snapshots below a state directory."""
-    from orc.launchers.layout import Layout
+    from orc.launchers.paths import Layout
 
     return Path(Layout.at(state_dir.as_posix()).store)

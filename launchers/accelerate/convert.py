@@ -12,9 +12,8 @@ from typing import Any
 
 from orc.launchers.accelerate import places
 from orc.launchers.accelerate.config_file import AccelerateConfig
-from orc.launchers.accelerate.draft import Draft
+from orc.launchers.accelerate.draft import Draft, Note, Notes
 from orc.launchers.accelerate.keys import of_group
-from orc.launchers.accelerate.notes import Note, Notes
 from orc.launchers.errors import SpecError
 from orc.launchers.spec.load import validate
 from orc.launchers.spec.source import Document

@@ -30,7 +30,7 @@ _FSDP = tuple(
 )
 
 
-# Settings of DeepSpeed's launcher: `orc.launchers.accelerate.elsewhere`.
+# Settings of DeepSpeed's launcher: `orc.launchers.accelerate.remote_launch`.
 _ON_HOSTS = {
     "deepspeed_hostfile": "Runs as a job on these hosts, reached by SSH, and shows the output of all processes.",
     "deepspeed_exclusion_filter": "Leaves these hosts of the file out: `worker-2@worker-3`.",

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    pass
-
 EXIT_PREEMPTED = 75
 EXIT_HELD = 76
 EXIT_LAUNCH = 77

@@ -8,10 +8,6 @@ from orc.launchers.agent.errors import log_stderr
 from orc.launchers.agent.records import create_json, read_json, write_json
 from orc.launchers.agent.state import NodeState
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    pass
-
 
 def take_lease(node: NodeState) -> bool:
     """Exactly one copy of this node's agent gets past this line."""

@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 # What the agent derives for its ranks. Inherited values (a job that starts a job) must never leak through.
 _RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
 DERIVED = (

@@ -12,14 +12,14 @@ from orc.launchers.commands import build_command
 from orc.launchers.environments.rendering import render_environment
 from orc.launchers.errors import RenderError
 from orc.launchers.plan import PlanFile
-from orc.launchers.spec.network import chosen_network
+from orc.launchers.spec.environment import chosen_network
 from orc.launchers.spec.relations import CHECKPOINTS, variable
 from orc.runtime.core.config import ConfigError, to_env
 
 if TYPE_CHECKING:
     from orc.launchers.ids import AttemptId
-    from orc.launchers.layout import Layout
-    from orc.launchers.snapshot.trees import Snapshot
+    from orc.launchers.paths import Layout
+    from orc.launchers.snapshot.manifest import Snapshot
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
 

@@ -26,9 +26,9 @@ from orc.launchers.errors import BackendError, LaunchError, PartlyUnreachable
 from orc.launchers.findings import Finding
 from orc.launchers.hosts.node_entry import NodeEntry as NodeEntry
 from orc.launchers.ids import AttemptId
-from orc.launchers.layout import Layout
+from orc.launchers.paths import Layout
 from orc.launchers.plan import Plan
-from orc.launchers.snapshot.trees import Snapshot as Snapshot
+from orc.launchers.snapshot.manifest import Snapshot as Snapshot
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -339,7 +339,7 @@ def require_secrets(plan: Plan, secrets: Mapping[str, str]) -> dict[str, str]:
     return {name: secrets[name] for name in plan.secrets}
 
 
-def raise_untold(errors: Mapping[str, LaunchError]) -> None:
+def raise_unreached(errors: Mapping[str, LaunchError]) -> None:
     """Raise `PartlyUnreachable` for the attempts (markers) whose cancellation was not delivered, if there are any."""
     if errors:
         first = next(iter(errors.values()))

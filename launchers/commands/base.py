@@ -1,4 +1,4 @@
-"""The contract of a command: how the processes of a job start on a given set of nodes."""
+"""The contract of a command: how the processes of a job start on a given set of nodes, and the argv of one rank."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
+
 
 # Known only on the node; the agent fills them in. Everything else is fixed at render time.
 PLACEHOLDERS = (
@@ -127,3 +128,17 @@ class Command(Protocol):
     def build(self, job: JobSpec) -> NodeCommand:
         """Return what each node's agent starts; the same text for every node."""
         ...
+
+
+def program_of(job: JobSpec) -> tuple[str, ...]:
+    """The user's program and its arguments, verbatim; ``{python}`` stands for the node's interpreter."""
+    arguments = tuple(job.argv)
+    if job.script is not None:
+        return ("{python}", job.script, *arguments)
+    if job.module is not None:
+        return ("{python}", "-m", job.module, *arguments)
+    if isinstance(job.command, str):
+        # As if the arguments were written behind the command; the second "sh" is the shell's $0.
+        words = (job.command.rstrip() + ' "$@"', "sh", *arguments) if arguments else (job.command,)
+        return ("/bin/sh", "-c", *words)
+    return (*(job.command or ()), *arguments)

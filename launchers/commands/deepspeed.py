@@ -18,10 +18,9 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from orc.launchers.commands.base import NodeCommand
+from orc.launchers.commands.base import NodeCommand, program_of
 from orc.launchers.commands.mpirun import HYDRA_WORDS, OPEN_MPI_4, open_mpi_words
 from orc.launchers.commands.options import FLAG, TEXT, WORDS, Option, about, flags, one_of, refuse
-from orc.launchers.commands.program import program_of
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec

@@ -18,9 +18,8 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.commands.base import NodeCommand
+from orc.launchers.commands.base import NodeCommand, program_of
 from orc.launchers.commands.options import MAPPING, TEXT, WORDS, Option, about, one_of, refuse, whole
-from orc.launchers.commands.program import program_of
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orc.launchers.commands.base import NodeCommand
+from orc.launchers.commands.base import NodeCommand, program_of
 from orc.launchers.commands.options import about
-from orc.launchers.commands.program import program_of
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec

@@ -14,9 +14,8 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from orc.launchers.commands.base import NodeCommand, Service
+from orc.launchers.commands.base import NodeCommand, Service, program_of
 from orc.launchers.commands.options import MAPPING, TEXT, Option, about, flags, refuse, whole
-from orc.launchers.commands.program import program_of
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.commands.base import SETTLE_S, NodeCommand
+from orc.launchers.commands.base import SETTLE_S, NodeCommand, program_of
 from orc.launchers.commands.options import (
     FLAG,
     MAPPING,
@@ -31,7 +31,6 @@ from orc.launchers.commands.options import (
     refuse,
     whole,
 )
-from orc.launchers.commands.program import program_of
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec

@@ -15,9 +15,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.commands.base import NodeCommand
+from orc.launchers.commands.base import NodeCommand, program_of
 from orc.launchers.commands.options import TEXT, Option, about, one_of, refuse, whole
-from orc.launchers.commands.program import program_of
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec

@@ -22,8 +22,7 @@ from orc.launchers.snapshot.listing import encode
 
 if TYPE_CHECKING:
     from orc.launchers.containers.objects import ObjectStore
-    from orc.launchers.snapshot.manifest import Bundle
-    from orc.launchers.snapshot.trees import Snapshot
+    from orc.launchers.snapshot.manifest import Bundle, Snapshot
 
 _PACKAGE = "orc/launchers/containers/"
 _MODULES = ("output.py", "program.py")  # run in containers

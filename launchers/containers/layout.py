@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.layout import Layout
+from orc.launchers.paths import Layout
 
 if TYPE_CHECKING:
-    from orc.launchers.snapshot.trees import Snapshot
+    from orc.launchers.snapshot.manifest import Snapshot
 
 TREES = ("code", "runtime", "environment")  # of a snapshot, as they are called in its archive
 RECORDS = ".orc"  # below what is kept

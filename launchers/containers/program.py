@@ -184,7 +184,7 @@ def finished_before(config: Mapping[str, Any], owner: str) -> bool:
     return True
 
 
-def restart_of_hub(hosts: Sequence[str], port: int, tls: ssl.SSLContext) -> int:
+def restart_of_server(hosts: Sequence[str], port: int, tls: ssl.SSLContext) -> int:
     """The restart that node 0's agent runs. Its host may have seen more of the records than this one.
 
     Raises `Failure` when it does not answer in time, and `Stopped`.
@@ -208,7 +208,7 @@ def link_context(runtime: str, private: str) -> ssl.SSLContext:
     sys.path.insert(0, f"{runtime}/lib")
     from orc.launchers.agent.link.channel import tls_context
 
-    return tls_context(str(read_json(f"{private}/link.json").get("token")), hub=False)
+    return tls_context(str(read_json(f"{private}/link.json").get("token")), server=False)
 
 
 def wait(seconds: float) -> None:
@@ -280,7 +280,7 @@ def run(container: Container, failed: Callable[[str], None]) -> int:
     if node:
         where = config["hub"]
         tls = link_context(str(config["runtime_tree"]), str(config["private_dir"]))
-        restart = restart_of_hub([str(address) for address in where["addresses"]], int(where["port"]), tls)
+        restart = restart_of_server([str(address) for address in where["addresses"]], int(where["port"]), tls)
     else:
         restart = restored_restart(str(config["attempt_dir"]))
     path = place_config(config, node)

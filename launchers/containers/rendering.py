@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from orc.launchers.agent.config import AgentConfig
     from orc.launchers.containers.layout import ContainerLayout
     from orc.launchers.ids import AttemptId
-    from orc.launchers.snapshot.trees import Snapshot
+    from orc.launchers.snapshot.manifest import Snapshot
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
 
-HUB_PORT = 29411  # containers have a network of their own: nothing else listens there
+LINK_PORT = 29411  # containers have a network of their own: nothing else listens there
 
 
 def container_config(
@@ -30,7 +30,7 @@ def container_config(
     hosts: Sequence[str],
     setup: Sequence[str],
     image: str,
-    hub_port: int = HUB_PORT,
+    link_port: int = LINK_PORT,
 ) -> AgentConfig:
     """Return the configuration of the agents of an attempt, whose containers reach each other by the names *hosts*.
 
@@ -51,5 +51,5 @@ def container_config(
         hosts=[{"name": name, "address": name} for name in hosts],
     )
     if len(hosts) > 1:
-        config = config.replace(link=True, min_nodes=len(hosts), hub={"port": hub_port, "addresses": [hosts[0]]})
+        config = config.replace(link=True, min_nodes=len(hosts), hub={"port": link_port, "addresses": [hosts[0]]})
     return config

@@ -21,8 +21,7 @@ from orc.launchers.environments.build import facts_of
 from orc.launchers.environments.copied import FACTS
 from orc.launchers.errors import BundleError
 from orc.launchers.snapshot.hashing import StatCache
-from orc.launchers.snapshot.ignore import IgnoreRules, pattern_of, patterns_of
-from orc.launchers.snapshot.listing import decode, encode
+from orc.launchers.snapshot.listing import IgnoreRules, decode, encode, pattern_of, patterns_of
 from orc.launchers.snapshot.manifest import EXECUTABLE, FILE, Bundle, Entry, follow
 from orc.launchers.snapshot.scan import SourceTree
 from orc.launchers.strict_modes import make_private

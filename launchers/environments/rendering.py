@@ -10,8 +10,8 @@ from orc.launchers.spec.source import place_of
 
 if TYPE_CHECKING:
     from orc.launchers.commands.base import NodeCommand
-    from orc.launchers.layout import Layout
-    from orc.launchers.snapshot.trees import Snapshot
+    from orc.launchers.paths import Layout
+    from orc.launchers.snapshot.manifest import Snapshot
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
     from orc.launchers.spec.environment import Environment

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,42 @@ from orc.launchers.errors import LaunchError
 from orc.launchers.foreground.tee import Streams, chosen, open_tee
 from orc.launchers.foreground.world import World, alone
 from orc.launchers.rank_hooks.startup import GATE, PRELOAD, modules_in
+
+_TRIGGERS = ("torch", "orc.runtime")
+_SOURCE_LIMIT = 1 << 20
+
+
+def begins_with_torch(source: bytes) -> bool:
+    """Return True when the script's first statement with any effect is the import of torch, but for pure imports."""
+    if len(source) > _SOURCE_LIMIT or not any(name.encode() in source for name in _TRIGGERS):
+        return False
+    import ast
+
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):  # Python will say so, with its own words
+        return False
+    for statement in body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue
+        if isinstance(statement, ast.Import):
+            names = [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and not statement.level and statement.module:
+            names = [statement.module]
+        else:
+            return False
+        for name in names:
+            if any(name == trigger or name.startswith(trigger + ".") for trigger in _TRIGGERS):
+                return True
+            if name.partition(".")[0] not in sys.stdlib_module_names and name != "numpy":
+                return False
+    return False
+
+
+def shadows_a_library(modules: Collection[str]) -> bool:
+    """Return True when one of these modules, which lie beside the script, hides a module that torch imports."""
+    return any(name in sys.stdlib_module_names or name in ("torch", "numpy") for name in modules)
+
 
 _TERMINAL = 0x80  # SI_KERNEL: sent by the terminal, to every process of the foreground group
 _TERM_GRACE_S = 30.0
@@ -196,12 +232,11 @@ def environment(request: LocalLaunch) -> dict[str, str]:
 
 
 def _may_preload(request: LocalLaunch, env: Mapping[str, str]) -> bool:
-    """Return True when one process may import torch for all ranks: see `orc.launchers.foreground.preload`."""
+    """Return True when one process may import torch for all ranks: see `orc.launchers.foreground.launch`."""
     if request.nprocs < 2 or request.module or request.no_python or request.log_dir is not None:
         return False
     if env.get("OMP_NUM_THREADS") != "1" or env.get("ORC_FREEZE_IMPORT") == "0":
         return False  # libraries that start threads when they are loaded cannot be forked
-    from orc.launchers.foreground.preload import begins_with_torch, shadows_a_library
 
     script = Path(request.program[0])
     try:

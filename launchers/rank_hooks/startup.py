@@ -8,7 +8,7 @@ the process changes: it starts, runs and ends as it would without. Numbers: docs
 
 The ranks of an agent also learn to write their stacks when they are asked to (`answer_for_stacks`).
 
-`fork_ranks` serves ``orc launch`` (launchers/foreground/preload.py): this interpreter imports torch once, becomes all
+`fork_ranks` serves ``orc launch`` (launchers/foreground/launch.py): this interpreter imports torch once, becomes all
 the ranks by `fork`, and each goes on to its script by itself, as if it had been started alone.
 
 Where one launcher has started all ranks (``orc launch``), the others also let rank 0 come out of that import first.

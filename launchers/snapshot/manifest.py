@@ -1,4 +1,4 @@
-"""Manifest of a snapshot: entries, their canonical order and digest, and the checks every manifest must pass.
+"""Manifest of a tree: entries, their canonical order and digest, and the checks that it must pass; the trees of a job.
 
 Pure: no file system. A manifest may come from another machine, so nothing in it is trusted before `Bundle.of` or
 `Bundle.from_dict` has seen it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -174,3 +174,29 @@ def follow(path: str, links: Mapping[str, str]) -> str | None:
             here.pop()
             pending.extend(target.split("/")[::-1])
     return "/".join(here)
+
+
+INPUT = "input:"  # begins the keys of artefacts in `Snapshot.digests`
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Trees that a job runs from: its code, and the runtime and agent that travel with it."""
+
+    code: Bundle
+    runtime: Bundle
+    environment: Bundle | None = None  # what `environment: copy` or a conda-pack archive brings along
+    inputs: Mapping[str, Bundle] = field(default_factory=dict)  # artefacts of other jobs, by the name of the input
+
+    @property
+    def bundles(self) -> tuple[Bundle, ...]:
+        """Bundles that have to be on the cluster before the job can start."""
+        return (self.code, self.runtime, *((self.environment,) if self.environment else ()), *self.inputs.values())
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """``{"code": ..., "runtime": ...}`` as recorded in plans and the ledger."""
+        found = {"code": self.code.digest, "runtime": self.runtime.digest}
+        if self.environment:
+            found["environment"] = self.environment.digest
+        return found | {f"{INPUT}{name}": bundle.digest for name, bundle in self.inputs.items()}

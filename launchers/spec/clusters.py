@@ -21,9 +21,8 @@ from orc.launchers.errors import SpecError
 from orc.launchers.paths import clusters_file
 from orc.launchers.plugins import BACKENDS
 from orc.launchers.spec import source
-from orc.launchers.spec.environment import Environment
+from orc.launchers.spec.environment import Environment, Network
 from orc.launchers.spec.grammar import LocatedError
-from orc.launchers.spec.network import Network
 from orc.launchers.spec.options import Duration, FrozenModel, Line, Name, Number, ShellLines, Variables, Whole
 from orc.launchers.spec.source import Document, KeyPath, Reading
 

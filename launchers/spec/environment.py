@@ -1,4 +1,6 @@
-"""The ``environment`` section of a job and of a cluster: the source of the ranks' Python."""
+"""Sections that a job and its cluster both have: ``environment``, the source of the ranks' Python, and ``network``, the
+network between the nodes of a run. What the job says goes over what the cluster says.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,41 @@ from orc.launchers.oldest_python import python_problem
 from orc.launchers.spec import grammar
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.options import Flag, FrozenModel, Text
+
+
+def _interface(value: Any) -> str:
+    text = grammar.scalar_text(value)
+    if not re.fullmatch(r"[^\s/,=^:!]{1,15}", text):  # as the kernel takes it, without what NCCL's lists are made of
+        raise ValueError(f"{text!r} is not the name of a network interface, such as eth0 or ib0")
+    return text
+
+
+def _cidr(value: Any) -> str:
+    import ipaddress
+
+    text = grammar.scalar_text(value).strip()
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError as error:
+        raise ValueError(f"is not a network such as 10.1.0.0/16: {error}") from None
+
+
+class Network(FrozenModel):
+    """The network that ranks of several nodes listen on. Ranks of one node stay on its loopback interface."""
+
+    interface: Annotated[str, BeforeValidator(_interface)] | None = Field(
+        None, description="The interface that the nodes use among each other, as eth0."
+    )
+    cidr: Annotated[str, BeforeValidator(_cidr)] | None = Field(
+        None, description="The network that every node's address must lie in, as 10.1.0.0/16."
+    )
+
+
+def chosen_network(job: Network, cluster: Network) -> dict[str, str]:
+    """Return the ``network`` of ``agent.json``: each value of the job goes over the cluster's."""
+    chosen = {name: getattr(job, name) or getattr(cluster, name) for name in ("interface", "cidr")}
+    return {name: value for name, value in chosen.items() if value}
+
 
 KINDS = ("venv", "conda", "copy", "container")
 
@@ -80,6 +117,8 @@ class Venv(FrozenModel):
 class Conda(FrozenModel):
     """A conda environment: made on each node from a file, or unpacked from an archive of conda-pack."""
 
+    other_forms = ({"type": "string"},)
+
     file: BundledPath | None = Field(None, description="An environment.yml in the workdir.")
     archive: BundledPath | None = Field(None, description="What conda-pack has made.")
 
@@ -103,6 +142,11 @@ class Conda(FrozenModel):
 
 class Copy(FrozenModel):
     """The virtual environment of the submitting machine, brought along."""
+
+    other_forms = (
+        {"type": "string"},
+        {"type": "null"},
+    )
 
     venv: Text | None = Field(None, description="Its directory, relative to the job file; the active one if not given.")
     exclude: tuple[Text, ...] = Field((), description="Patterns (gitignore syntax) of what stays at home.")
@@ -147,6 +191,8 @@ class Container(FrozenModel):
 
 class Environment(FrozenModel):
     """Environment of the ranks: at most one kind; without any the cluster's counts."""
+
+    other_forms = ({"enum": ["none", "copy"]},)
 
     venv: Venv | None = Field(None, description="Built from requirements.")
     conda: Conda | None = Field(None, description="Made by conda.")

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from orc.launchers.spec import overrides, relations
-from orc.launchers.spec.load import Examined, LoadedJob, examine_document, read_job_file, reading, validate
+from orc.launchers.spec import relations
+from orc.launchers.spec.load import Examined, LoadedJob, examine_document, put_value, read_job_file, reading, validate
 from orc.launchers.spec.problems import Problem, SpecProblems, at, choose, nearest
 from orc.launchers.spec.source import Document, KeyPath
 from orc.launchers.spec.sweep import array_indices
@@ -138,7 +138,7 @@ def _sweep(document: Document, source_path: Path, env: Mapping[str, str] | None)
         parameters = {key: _shown(value) for key, value in assigned.items()}
         for key, value in assigned.items():
             path: KeyPath = tuple(key.split("."))
-            overrides.put(own, path, _as_read(value, path), document.origin(("sweep",)).where)
+            put_value(own, path, _as_read(value, path), document.origin(("sweep",)).where)
         _put_all(own, "env", _task_variables(index, indices))
         tags = own.data.get("tags") or {}
         _put_all(own, "tags", {key: text for key, text in parameters.items() if key not in tags and text})

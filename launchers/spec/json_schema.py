@@ -8,18 +8,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from orc.launchers.spec.clusters import LOCAL, Cluster
-from orc.launchers.spec.environment import Conda, Container, Copy, Environment, Venv
 from orc.launchers.spec.groups import OF_GROUP, STAGE
-from orc.launchers.spec.job import JobSpec, Launcher, Workdir
+from orc.launchers.spec.job import JobSpec
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_TEXT = {"type": "string"}
-# What may be written instead of the mapping of a section.
-_SHORT: dict[str, list[dict[str, Any]]] = {
-    **{model.__name__: [_TEXT] for model in (Launcher, Workdir, Venv, Container, Conda)},
-    Copy.__name__: [_TEXT, {"type": "null"}],
-    Environment.__name__: [{"enum": ["none", "copy"]}],
-}
 # A value that an environment variable or another key gives: its type shows when the file is read.
 _REFERENCE = {"type": "string", "pattern": r"\$\{"}
 _SCALAR = {"type": ["string", "number", "boolean"]}
@@ -27,11 +19,7 @@ _SCALAR = {"type": ["string", "number", "boolean"]}
 
 def job_schema() -> dict[str, Any]:
     """Return the schema of a job file."""
-    raw = JobSpec.model_json_schema()
-    retry = raw["$defs"]["Retry"]["properties"]["on"]
-    several = {"type": retry.pop("type"), "items": retry.pop("items")}
-    retry["anyOf"] = [several, several["items"]]
-    schema = _finished(raw, "A job of orc, or a pipeline of them: docs/reference/job-yaml.md")
+    schema = _finished(JobSpec.model_json_schema(), "A job of orc, or a pipeline of them: docs/reference/job-yaml.md")
     required = schema.pop("required")
     # Where a program is needed, one of three keys will do, and no editor has to know which.
     schema["anyOf"] = [{"required": [*required, key]} for key in ("script", "module", "command")]
@@ -83,9 +71,6 @@ SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {"job": job_schema, "clusters
 
 
 def _finished(schema: dict[str, Any], title: str) -> dict[str, Any]:
-    for name, forms in _SHORT.items():
-        if (section := schema.get("$defs", {}).get(name)) is not None:
-            schema["$defs"][name] = {"anyOf": [section, *forms], "description": section.pop("description", "")}
     loosened: dict[str, Any] = _loosened(schema)
     return {"$schema": DIALECT, **loosened, "title": title}
 

@@ -5,8 +5,9 @@ What is needed only for overrides, references or complaints is imported only the
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,13 +16,66 @@ from pydantic import ValidationError
 from orc.launchers.errors import SpecError
 from orc.launchers.plugins import BACKENDS, COMMANDS
 from orc.launchers.spec import source
+from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.job import JobSpec
 from orc.launchers.spec.options import field_at, keys_of, section_at
-from orc.launchers.spec.source import Document, KeyPath, Reading
+from orc.launchers.spec.source import Document, KeyPath, Origin, Reading, parse_value
 from orc.runtime.core.config import JOB_KEYS
 
 if TYPE_CHECKING:
     from orc.launchers.spec.problems import Problem
+
+
+def apply_override(document: Document, override: str, reading: Callable[[KeyPath], Reading]) -> None:
+    """Change *document* by one ``key.path=VALUE``; the value is YAML. Raises `SpecError`."""
+    name, equals, text = override.partition("=")
+    where = f"--set {override if len(override) <= 80 else override[:77] + '...'}"
+    path: KeyPath = tuple(part.strip() for part in name.split("."))
+    if not equals or not all(path):
+        raise SpecError("expected key.path=VALUE", where=where, hint="for example --set resources.nodes=4")
+    try:
+        override.encode()
+    except UnicodeEncodeError:
+        raise SpecError("the override is not valid UTF-8", where=repr(where)) from None
+    try:
+        value = parse_value(text, where, path, reading)
+    except SpecError as error:
+        # A line and a column in so short a text say nothing.
+        raise SpecError(error.what, where=where, hint=error.hint) from None
+    # A variable may well be empty; elsewhere no value means the default.
+    empty = "" if len(path) == 2 and path[0] == "env" and not text.strip() else None
+    put_value(document, path, value.data[""] if empty is None else empty, where, value)
+
+
+def put_value(document: Document, path: KeyPath, value: Any, where: str, origins: Document | None = None) -> None:
+    """Set *value* at *path*, making the mappings on the way; its origin becomes *where*."""
+    origin = Origin(where, (1 << 30, 0))
+    target: Any = document.data
+    for depth, part in enumerate(path[:-1], start=1):
+        inner = target.get(part)
+        if inner is None:
+            document.keys[path[:depth]] = document.values[path[:depth]] = origin
+            inner = target[part] = {}
+        elif isinstance(inner, str) and path[:depth] in (("launcher",), ("workdir",)):
+            # The short form of these sections is a text; make it the long form.
+            inner = target[part] = {"kind" if part == "launcher" else "path": inner}
+        elif not isinstance(inner, dict):
+            from orc.launchers.spec.problems import dotted
+
+            raise SpecError(f"{dotted(path[:depth])} is not a mapping, so {dotted(path)} cannot be set", where=where)
+        target = inner
+    for table in (document.keys, document.values):
+        for known in [known for known in table if known[: len(path)] == path]:
+            del table[known]
+    document.keys[path] = document.values[path] = origin
+    if origins is not None:
+        document.keys.update(origins.keys)
+        document.values.update(origins.values)
+    if value is None:
+        target.pop(path[-1], None)
+    else:
+        target[path[-1]] = value
+
 
 _OF_ACCELERATE = ("compute_environment", "distributed_type", "num_processes", "num_machines")
 # Where standard input and `<(...)` have their names: no places beside which anything of the job could lie.
@@ -111,12 +165,10 @@ def read_job_file(
     document = source.parse(text, str(source_path), reading)
     _refuse_accelerate(document, source_path)
     if overrides or cluster is not None:
-        from orc.launchers.spec import overrides as overriding
-
         for override in overrides:
-            overriding.apply(document, override, reading)
+            apply_override(document, override, reading)
         if cluster is not None:
-            overriding.put(document, ("cluster",), cluster, f"--cluster {cluster}")
+            put_value(document, ("cluster",), cluster, f"--cluster {cluster}")
     return document, source_path
 
 
@@ -129,7 +181,6 @@ def examine_document(document: Document, source_path: Path, env: Mapping[str, st
         spec = JobSpec.model_validate(document.data)
     except ValidationError as error:
         from orc.launchers.spec.problems import translate
-        from orc.launchers.spec.valid_part import valid_part
 
         places = {problem.where for problem in problems}  # a reference that is no value yet is no value of a wrong kind
         problems += [found for found in translate(error, document, suggest) if found.where not in places]
@@ -337,3 +388,40 @@ def _no_script(workdir: Path, script: str) -> str:
     from orc.launchers.spec.problems import nearest
 
     return f"there is no file {script!r} in {os.path.normpath(workdir)}{nearest(path.name, siblings)}"
+
+
+_ROUNDS = 3  # what is wrong only without other mistakes comes up in the next one
+_PROGRAMS = ("script", "module", "command")
+
+
+def valid_part(data: dict[str, Any], error: ValidationError) -> JobSpec | None:
+    """Return the job that *data* describes without what *error* is about; `None` where nothing can be made of it."""
+    rest = copy.deepcopy(data)
+    for _ in range(_ROUNDS):
+        for path in _paths(error):
+            _remove(rest, path)
+        rest.setdefault("name", "unnamed")
+        if all(rest.get(program) is None for program in _PROGRAMS):
+            rest["command"] = "true"
+        try:
+            return JobSpec.model_validate(rest)
+        except ValidationError as again:
+            error = again
+    return None
+
+
+def _paths(error: ValidationError) -> Iterator[KeyPath]:
+    for item in error.errors(include_url=False):
+        cause = item.get("ctx", {}).get("error")
+        inner = [path for path, _ in cause.problems] if isinstance(cause, LocatedError) else [()]
+        for path in inner:
+            yield (*item["loc"], *path)
+
+
+def _remove(data: Any, path: KeyPath) -> None:
+    """Remove the value at *path*; of a list, and of what holds no such key, the whole."""
+    owner, key = data, path[0] if path else None
+    while key in owner and isinstance(owner[key], dict) and len(path) > 1 and path[1] in owner[key]:
+        owner, path = owner[key], path[1:]
+        key = path[0]
+    owner.pop(key, None)

@@ -11,11 +11,21 @@ a function, and in an `Annotated` type it checks a field of a `FrozenModel`:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    Strict,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticUndefined
 
 from orc.launchers.spec import grammar
 from orc.launchers.spec.source import KeyPath, document_of
@@ -28,11 +38,18 @@ class FrozenModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, serialize_by_alias=True)
 
     short_form: ClassVar[str] = ""  # the key that a bare text stands for
+    other_forms: ClassVar[Sequence[Mapping[str, Any]]] = ()  # what else may be written for it, as JSON Schema
 
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, data: Any) -> Any:
         return {cls.short_form: data} if cls.short_form and isinstance(data, str) else data
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        own: dict[str, Any] = handler(schema)
+        others = [*([{"type": "string"}] if cls.short_form else []), *cls.other_forms]
+        return {"anyOf": [own, *others]} if others else own
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with some fields changed and checked. Raises `pydantic.ValidationError`."""
@@ -41,14 +58,24 @@ class FrozenModel(BaseModel):
 
 
 class Reader(BeforeValidator):
-    """Function from a value of YAML to a checked one; in `Annotated`, the check of a field."""
+    """Function from a value of YAML to a checked one; in `Annotated`, the check of a field.
+
+    *takes* is the type of what may be written, for editors; anything unless given.
+    """
+
+    def __init__(self, read: Callable[[Any], Any], takes: Any = Any) -> None:
+        super().__init__(read, json_schema_input_type=takes)
 
     def __call__(self, value: Any) -> Any:
         """Return the checked *value*. Raises `ValueError`."""
         return self.func(value)  # type: ignore[call-arg]
 
 
-@Reader
+def _reads_text(read: Callable[[Any], str]) -> Reader:
+    return Reader(read, str)
+
+
+@_reads_text
 def text(value: Any) -> str:
     """Return a scalar as one line of printable text without blanks around it."""
     found = grammar.line(grammar.scalar_text(value).strip())
@@ -57,7 +84,7 @@ def text(value: Any) -> str:
     return found
 
 
-@Reader
+@_reads_text
 def word(value: Any) -> str:
     """Return a scalar as one line without blanks inside."""
     found: str = text(value)
@@ -66,7 +93,7 @@ def word(value: Any) -> str:
     return found
 
 
-@Reader
+@_reads_text
 def argument(value: Any) -> str:
     """Return a scalar as one line that no program takes for an option."""
     found: str = text(value)
@@ -75,7 +102,7 @@ def argument(value: Any) -> str:
     return found
 
 
-@Reader
+@_reads_text
 def path(value: Any) -> str:
     """Return an absolute path, here or on another machine; may begin with ``~``."""
     found = grammar.line(value)
@@ -93,7 +120,7 @@ def matching(pattern: str, what: str, example: str = "") -> Reader:
             raise ValueError(f"{found!r} is not {what}" + (f"; write for example {example}" if example else ""))
         return found
 
-    return Reader(read)
+    return Reader(read, str)
 
 
 def one_of(*known: str | int) -> Reader:
@@ -104,7 +131,7 @@ def one_of(*known: str | int) -> Reader:
             raise ValueError(f"expected {', '.join(map(str, known[:-1]))} or {known[-1]}, not {value!r}")
         return known[known.index(value)]
 
-    return Reader(read)
+    return Reader(read, Literal[known])
 
 
 def whole(minimum: int, maximum: int) -> Reader:
@@ -116,7 +143,7 @@ def whole(minimum: int, maximum: int) -> Reader:
             raise ValueError(f"expected a whole number from {minimum} to {maximum}, not {value!r}")
         return number
 
-    return Reader(read)
+    return Reader(read, int)
 
 
 def seconds(minimum: float, maximum: float) -> Reader:
@@ -128,13 +155,20 @@ def seconds(minimum: float, maximum: float) -> Reader:
             raise ValueError(f"expected {minimum:.10g} to {maximum:.10g} seconds, not {value!r}")
         return number
 
-    return Reader(read)
+    return Reader(read, float | str)
 
 
-@Reader
-def several(value: Any) -> Any:
-    """Return one value alone as a list of one."""
+class _Several(Reader):
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        array = handler(schema)
+        return {"anyOf": [array, array["items"]]}
+
+
+def _listed(value: Any) -> Any:
     return [value] if isinstance(value, (str, int, Mapping)) else value
+
+
+several = _Several(_listed, PydanticUndefined)  # takes one value alone for a list of one
 
 
 def shell_lines(value: Any) -> tuple[str, ...]:
@@ -145,13 +179,13 @@ def shell_lines(value: Any) -> tuple[str, ...]:
     return tuple(line for line in grammar.texts(lines) if line.strip())
 
 
-Text = Annotated[str, Reader(grammar.scalar_text)]
-Line = Annotated[str, Reader(grammar.line)]
+Text = Annotated[str, Reader(grammar.scalar_text, str)]
+Line = Annotated[str, Reader(grammar.line, str)]
 Name = Annotated[str, Field(strict=True, min_length=1)]
 Word = Annotated[str, word]
 Argument = Annotated[str, argument]
 PathText = Annotated[str, path]
-Memory = Annotated[str, Reader(grammar.memory)]
+Memory = Annotated[str, Reader(grammar.memory, str)]
 Whole = Annotated[int, Strict()]
 Port = Annotated[int, Strict(), Field(ge=1, le=65535)]
 Flag = Annotated[bool, Strict()]

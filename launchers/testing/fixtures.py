@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from orc.launchers.backends.base import Backend, Observation, Snapshot
 from orc.launchers.ids import AttemptId, new_job_id
-from orc.launchers.layout import Layout
+from orc.launchers.paths import Layout
 from orc.launchers.plan import Plan
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.spec import JobSpec
-from orc.launchers.testing.choices import chosen_backend, chosen_cluster, chosen_view
 from orc.launchers.testing.jobs import Job, MakeJob, RunJob, View
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from orc.launchers.spec.clusters import Cluster
+
+
+def chosen_backend(config: pytest.Config) -> type[Backend]:
+    """Return the class that ``--orc-backend`` names. Raises `pytest.UsageError`."""
+    found: type[Backend] = _named(config, "--orc-backend")
+    return found
+
+
+def chosen_view(config: pytest.Config) -> Callable[[Backend, Plan, PurePosixPath], Sequence[Path]] | None:
+    """Return the function that ``--orc-view`` names, if it is given. Raises `pytest.UsageError`."""
+    return _named(config, "--orc-view") if config.getoption("--orc-view") else None
+
+
+def _named(config: pytest.Config, option: str) -> Any:
+    given = str(config.getoption(option))
+    module, colon, name = given.partition(":")
+    if not (module and colon and name):
+        raise pytest.UsageError(f"{option} {given}: expected MODULE:NAME")
+    return getattr(importlib.import_module(module), name)
+
+
+def chosen_cluster(config: pytest.Config, kind: type[Backend], root: Path) -> Cluster:
+    """Return the cluster of ``--orc-cluster``, or one of *kind* at *root*. Raises `pytest.UsageError`."""
+    from orc.launchers.spec.clusters import Cluster, get_cluster
+
+    given = config.getoption("--orc-cluster")
+    if not given:
+        return Cluster(name="conformance", kind=kind.kind, root=str(root))
+    file, colon, name = str(given).rpartition(":")
+    if not colon:
+        raise pytest.UsageError(f"--orc-cluster {given}: expected FILE:NAME")
+    return get_cluster(name, Path(file))
+
 
 LAUNCHERS = ["python", "torchrun", "mpirun"]
 

@@ -88,7 +88,7 @@ class Job:
         self.handle = self.backend.submit(self.plan, self.secrets)
         return self
 
-    def submit_elsewhere(self, *, then_die: bool = False) -> subprocess.Popen[bytes]:
+    def submit_from_another_process(self, *, then_die: bool = False) -> subprocess.Popen[bytes]:
         """Submit in a process of its own, which may be killed as soon as that has worked."""
         cluster = self.backend.cluster
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

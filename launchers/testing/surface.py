@@ -29,7 +29,7 @@ STABLE: dict[str, frozenset[str]] = {
     "orc.launchers.errors": frozenset(),
     "orc.launchers.findings": frozenset({"Finding"}),
     "orc.launchers.ids": frozenset({"AttemptId"}),
-    "orc.launchers.layout": frozenset({"Layout"}),
+    "orc.launchers.paths": frozenset({"Layout"}),
     "orc.launchers.plan": frozenset({"Plan", "PlanCommand", "PlanFile"}),
     "orc.launchers.remote.transport": frozenset({"LocalTransport", "Transport"}),
     "orc.launchers.spec": frozenset({"JobSpec"}),

@@ -1,4 +1,4 @@
-"""Delivery of snapshots to the stores of hosts: one conversation with each, all of them side by side."""
+"""Delivery of snapshots to the stores of hosts: one conversation with each, side by side; what would be sent."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from orc.launchers.errors import BackendError, BundleError, LaunchError
 from orc.launchers.remote.ssh.fanout import each
-from orc.launchers.snapshot.manifest import SYMLINK, Bundle
+from orc.launchers.snapshot.manifest import SYMLINK, Bundle, Entry
 from orc.launchers.strict_modes import VARIABLE
 from orc.launchers.transfer.session import ANSWER_S, PRESENCE, ReceiverSession
 from orc.launchers.transfer.wire import Content, is_compressible, pack_manifests, send_contents
@@ -21,6 +21,7 @@ from orc.launchers.transfer.wire import Content, is_compressible, pack_manifests
 if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport
     from orc.launchers.snapshot.content_store import ContentStore
+
 
 Progress = Callable[[str, int, int], None]  # host, bytes there, bytes it lacked
 
@@ -236,3 +237,36 @@ class _Delivery:
             for finding in self._store.verify(digest):
                 return _UnreadableSnapshot(finding.what, where=finding.where, hint=finding.hint)
         return BundleError("contents are damaged on the way", hint="Try again.")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences of a snapshot from an earlier one. Entries are those of the newer, but for the removed ones."""
+
+    new: tuple[Entry, ...]
+    changed: tuple[Entry, ...]  # in content, mode or link target
+    removed: tuple[Entry, ...]
+    unchanged: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON-able form."""
+        return {
+            "new": [entry.path for entry in self.new],
+            "changed": [entry.path for entry in self.changed],
+            "removed": [entry.path for entry in self.removed],
+            "unchanged": self.unchanged,
+        }
+
+
+def compare(old: Bundle | None, new: Bundle) -> Comparison:
+    """Return the differences of *new* from *old*; without one everything is new."""
+    before = old.by_path if old else {}
+    added = tuple(entry for entry in new.entries if entry.path not in before)
+    changed = tuple(entry for entry in new.entries if entry.path in before and entry != before[entry.path])
+    removed = tuple(entry for path, entry in before.items() if path not in new)
+    return Comparison(added, changed, removed, len(new.entries) - len(added) - len(changed))
+
+
+def lacking(bundle: Bundle, missing: Collection[str]) -> list[Entry]:
+    """Return the files of *bundle* whose contents are *missing* (hashes)."""
+    return [entry for entry in bundle.entries if entry.mode != SYMLINK and entry.sha256 in missing]

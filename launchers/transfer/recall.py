@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import BundleError
-from orc.launchers.layout import Layout
+from orc.launchers.paths import Layout
 from orc.launchers.snapshot.manifest import SYMLINK, Bundle
 from orc.launchers.snapshot.scan import SourceTree
 from orc.launchers.snapshot.tree_store import DamagedContent

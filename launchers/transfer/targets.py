@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from orc.launchers.errors import BackendError, BundleError, LaunchError
-from orc.launchers.layout import Layout
+from orc.launchers.paths import Layout
 from orc.launchers.remote.programs import Program
 from orc.launchers.remote.transport import LocalTransport, Transport
 from orc.launchers.snapshot.content_store import ContentStore

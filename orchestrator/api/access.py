@@ -67,4 +67,7 @@ def find_missing(
     session: LedgerSession, hashes: Annotated[Sequence[Digest], Bounds(max_length=_MOST_HASHES)]
 ) -> MissingContents:
     """Return the contents that are to be sent: they are not here, or the caller has never sent them."""
-    return MissingContents(*session.desk("").missing_contents(hashes))
+    from orc.orchestrator.api.submitting import missing_contents
+
+    caller = session.caller
+    return MissingContents(missing_contents(session.workspace, caller.user, hashes), caller.max_upload)

@@ -107,10 +107,10 @@ def read_queue(session: LedgerSession, name: Name) -> QueueReport:
 @call("GET", "/quotas", shows=Kind.SERVICE)
 def list_quotas(session: LedgerSession) -> Quotas:
     """Return what users and projects may use at a time."""
-    from orc.orchestrator.ledger import quotas
+    from orc.orchestrator.ledger import usage
 
     with session.workspace.ledger.database.read() as connection:
-        return Quotas([QuotaView(*quota) for quota in quotas.all_quotas(connection)])
+        return Quotas([QuotaView(*quota) for quota in usage.all_quotas(connection)])
 
 
 @call("PUT", "/quotas", shows=Kind.SERVICE, role="admin")
@@ -122,12 +122,12 @@ def set_quota(
     amount: Annotated[float | None, Bounds("Without one it is removed", ge=0, le=1e12)] = None,
 ) -> Quotas:
     """Set or remove a quota; return all."""
-    from orc.orchestrator.ledger import quotas
+    from orc.orchestrator.ledger import usage
 
     with session.workspace.ledger.database.write() as connection:
         if amount is None:
-            quotas.remove(connection, scope, name, resource)
+            usage.remove_quota(connection, scope, name, resource)
         else:
-            quotas.put(connection, quotas.Quota(scope, name, resource, amount))
+            usage.put_quota(connection, usage.Quota(scope, name, resource, amount))
     session.caller.note(f"{scope} {name}", resource=resource, amount=amount)
     return list_quotas(session)

@@ -11,8 +11,8 @@ from orc.orchestrator.api.jobs import Grace
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.api.submissions import NewMember
-from orc.orchestrator.clients.group_views import GroupView
 from orc.orchestrator.schema import View
+from orc.orchestrator.views import GroupView
 
 SUBMITTED = ("sweep", "array", "pipeline")
 GroupId = Annotated[str, Bounds("Id of the group", min_length=1, max_length=64)]
@@ -68,8 +68,10 @@ def submit_group(
     Specifications are as those of new jobs, with the keys that all have alike in `shared`. Where a tree has not been
     uploaded it is 409, and ``missing`` names it.
     """
+    from orc.orchestrator.api.submitting import Submitter
+
     whole = [replace(member, spec={**shared, **member.spec}) for member in members]
-    view = session.desk(idempotency_key).submit_group(kind, name, max_parallel, whole, source, secrets)
+    view = Submitter(session, idempotency_key).submit_group(kind, name, max_parallel, whole, source, secrets)
     session.caller.note(view.id, kind=view.kind, jobs=len(members))
     return view
 
@@ -90,4 +92,6 @@ def retry_group(
     idempotency_key: Key = "",
 ) -> GroupView:
     """Submit the members that have ended without success once more, from the same snapshots."""
-    return session.desk(idempotency_key).retry_group(group_id, secrets)
+    from orc.orchestrator.api.submitting import Submitter
+
+    return Submitter(session, idempotency_key).retry_group(group_id, secrets)

@@ -135,9 +135,8 @@ def read_plan(session: LedgerSession, job_id: JobId) -> PlanView:
     """Return the plan of the newest attempt as `orc render` shows one: files, commands, names of secrets."""
     from orc.launchers.backends.base import Placement
     from orc.launchers.ids import AttemptId
-    from orc.orchestrator.engine.attempt_inputs import stored_snapshot
+    from orc.orchestrator.engine.attempt_inputs import stored_snapshot, stored_spec
     from orc.orchestrator.engine.placement import PlacementPlanner
-    from orc.orchestrator.engine.stored_spec import stored_spec
 
     job = get_job(session, job_id)
     ws = session.workspace

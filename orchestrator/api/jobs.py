@@ -10,10 +10,10 @@ from orc.launchers.errors import SpecError
 from orc.orchestrator.api.call import Bounds, JobId, Key, Name, Secrets, Text, call
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
-from orc.orchestrator.api.submissions import Digests
+from orc.orchestrator.api.submissions import Digests, NewMember
 from orc.orchestrator.clients.errors import JobNotFound
 from orc.orchestrator.ledger.lifecycle import JobState
-from orc.orchestrator.ledger.listing import JobFilter
+from orc.orchestrator.ledger.queries import JobFilter
 from orc.orchestrator.schema import View
 from orc.orchestrator.views import EventView, JobRow, JobView
 
@@ -116,15 +116,7 @@ def get_job(session: LedgerSession, job_id: JobId) -> JobView:
 
     The path of its job file and who is told of it are there for its owner and admins alone.
     """
-    ledger = session.workspace.ledger
-    view = JobView.of(
-        session.record(job_id),
-        ledger.attempts(job_id),
-        ledger.spec(job_id),
-        ledger.tags(job_id),
-        ledger.failed_hosts(job_id),
-        ledger.seen_at(job_id),
-    )
+    view = session.job(job_id)
     return session.caller.shown(view, view.owner)
 
 
@@ -152,7 +144,9 @@ def submit_job(
     Its specification is as `orc render --json` shows it. Where a tree has not been uploaded by who asks it is 409, and
     ``missing`` names it.
     """
-    view = session.desk(idempotency_key).submit(spec, digests.given(), source, secrets)
+    from orc.orchestrator.api.submitting import Submitter
+
+    view = Submitter(session, idempotency_key).submit(NewMember(0, digests, spec), source, secrets)
     session.caller.note(view.id)
     return view
 
@@ -168,10 +162,11 @@ def resubmit_job(
     idempotency_key: Key = "",
 ) -> JobView:
     """Submit a new job with the code of another one, and its specification after changes."""
+    from orc.orchestrator.api.submitting import Submitter
     from orc.orchestrator.engine.changed_spec import as_overrides
 
     overrides = as_overrides(set) if isinstance(set, Mapping) else set
-    view = session.desk(idempotency_key).resubmit(job_id, overrides, secrets)
+    view = Submitter(session, idempotency_key).resubmit(job_id, overrides, secrets)
     session.caller.note(view.id, like=job_id)
     return view
 

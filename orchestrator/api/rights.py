@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
+ROLES = ("viewer", "user", "admin")  # each may do what those before it may
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
 
 
@@ -54,6 +56,27 @@ def reader_of(user: str, role: str, owner: str) -> Reader:
     if owner and user == owner:
         return Reader.OWNER
     return Reader.SUBMITTER if role == "user" else Reader.VIEWER
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Holder of a valid token, or the user of this process."""
+
+    user: str
+    role: str = "admin"
+    token_id: str = ""
+
+    def has_role(self, role: str) -> bool:
+        """Return True when this role includes *role*."""
+        return ROLES.index(self.role) >= ROLES.index(role)
+
+    def may_see(self, kind: Kind, owner: str = "") -> bool:
+        """Return True when what is of *kind* and belongs to *owner* may be seen."""
+        return reader_of(self.user, self.role, owner) in RIGHTS[kind]
+
+    def may_change(self, owner: str) -> bool:
+        """Return True when what belongs to *owner* may be changed: by an admin, or by its owner in the role user."""
+        return self.role == "admin" or (self.role == "user" and self.user == owner)
 
 
 def shows(

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from orc.orchestrator.api.call import Bounds, Key, Secrets, Text, call
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
-from orc.orchestrator.api.submissions import Digests
-from orc.orchestrator.clients.group_views import ScheduleView
+from orc.orchestrator.api.submissions import Digests, NewMember
 from orc.orchestrator.schema import View
+from orc.orchestrator.views import ScheduleView
 
 ScheduleId = Annotated[str, Bounds("Id of the schedule", min_length=1, max_length=64)]
 
@@ -57,8 +57,10 @@ def create_schedule(
 
     Where a tree has not been uploaded it is 409, and ``missing`` names it.
     """
+    from orc.orchestrator.api.submitting import Submitter
+
     when = {"name": name, "cron": cron, "timezone": timezone, "missed": missed, "overlap": overlap}
-    view = session.desk(idempotency_key).create_schedule(spec, digests.given(), source, secrets, when)
+    view = Submitter(session, idempotency_key).create_schedule(NewMember(0, digests, spec), source, secrets, when)
     session.caller.note(view.id, name=view.name, cron=view.cron)
     return view
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.api.rights import RIGHTS, Kind, reader_of, without_places
+from orc.orchestrator.api.rights import Kind, Principal, without_places
 from orc.orchestrator.clients.errors import JobNotFound
 from orc.orchestrator.insight.curves import MeasuredJobs
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.schema import decode, encode
+from orc.orchestrator.views import JobView
 from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
     from orc.orchestrator.api.call import Call, P, R
-    from orc.orchestrator.api.submissions import Desk
-    from orc.orchestrator.engine.pass_report import PassReport
+    from orc.orchestrator.engine.writing import PassReport
     from orc.orchestrator.ledger.records import JobRecord
 
 
@@ -35,18 +35,11 @@ Shown = TypeVar("Shown")
 
 
 @dataclass(frozen=True)
-class Caller:
+class Caller(Principal):
     """Sender of a call: the user of this process, or the holder of a token of a service."""
 
-    user: str
-    role: str = "admin"
-    token_id: str = ""
     note: Callable[..., None] = lambda subject, **data: None  # names in the audit log what a call has made or changed
-    desk: Callable[[str], Desk] | None = None  # by the key of the request
-
-    def may_see(self, kind: Kind, owner: str = "") -> bool:
-        """Return True when what is of *kind* and belongs to *owner* may be seen."""
-        return reader_of(self.user, self.role, owner) in RIGHTS[kind]
+    max_upload: int = 0  # bytes that one upload of it may have
 
     def shown(self, view: Shown, owner: str) -> Shown:
         """Return *view*, which belongs to *owner*, without the places that the caller may not see."""
@@ -134,12 +127,6 @@ class LedgerSession:
         """Wait so many seconds."""
         self.workspace.sleep(seconds)
 
-    def desk(self, key: str) -> Desk:
-        """Return what takes the caller's submissions. Raises `LaunchError` where this is no service."""
-        if self.caller.desk is None:
-            raise LaunchError("only a service takes that request", hint="`Client.submit` submits without a service")
-        return self.caller.desk(key)
-
     # -- clusters
 
     @property
@@ -178,8 +165,7 @@ class LedgerSession:
 
     def subscribed(self, spec: JobSpec) -> JobSpec:
         """Return *spec* with the subscriptions of the settings. Raises `LaunchError` for a wrong address."""
-        from orc.orchestrator.notifications.settings import load_settings
-        from orc.orchestrator.notifications.targets import Policy, subscribed
+        from orc.orchestrator.notifications.targets import Policy, load_settings, subscribed
 
         return subscribed(spec, load_settings(), Policy(service=self.serves))
 
@@ -192,13 +178,13 @@ class LedgerSession:
             self._start_reconciler()
 
     def _any_due(self) -> bool:
-        from orc.orchestrator.ledger import late_copies, outbox, schedules
+        from orc.orchestrator.ledger import orphans, outbox, schedules
 
         with self.workspace.ledger.database.read() as connection:
             at = outbox.next_due(connection)
             if at is not None and at <= self.workspace.clock():
                 return True
-            if late_copies.next_due(connection) is not None:
+            if orphans.next_due(connection) is not None:
                 return True
             return any(found.enabled for found in schedules.all_schedules(connection))
 
@@ -248,6 +234,18 @@ class LedgerSession:
             return reconcile(self.workspace, job_ids, cluster=cluster)
 
     # -- jobs
+
+    def job(self, job_id: str) -> JobView:
+        """Return a job and its attempts, as the ledger has them. Raises `JobNotFound`."""
+        ledger = self.workspace.ledger
+        return JobView.of(
+            self.record(job_id),
+            ledger.attempts(job_id),
+            ledger.spec(job_id),
+            ledger.tags(job_id),
+            ledger.failed_hosts(job_id),
+            ledger.seen_at(job_id),
+        )
 
     def record(self, job_id: str) -> JobRecord:
         """Return the row of a job. Raises `JobNotFound`."""

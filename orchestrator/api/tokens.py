@@ -9,7 +9,7 @@ from typing import Annotated
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.api.call import Bounds, call
-from orc.orchestrator.api.rights import Kind
+from orc.orchestrator.api.rights import ROLES, Kind
 from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.ledger import content_holders
 from orc.orchestrator.ledger import tokens as rows
@@ -18,7 +18,6 @@ from orc.orchestrator.ledger.tokens import TokenRecord
 from orc.orchestrator.schema import View
 
 PREFIX = "orc_"
-ROLES = ("viewer", "user", "admin")  # each may do what those before it may
 DEFAULT_EXPIRES_S = 90 * 86400.0  # of a token for which nothing else was said, by the command or by REST
 _YEARS_S = 10 * 366 * 86400
 _USED_EVERY_S = 60.0  # how exact `last_used_at` is: a write for every request would be most of its work

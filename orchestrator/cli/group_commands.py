@@ -13,7 +13,7 @@ from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.spec.groups import LoadedGroup, Member
-    from orc.orchestrator.clients.group_views import GroupView, MemberView
+    from orc.orchestrator.views import GroupView, MemberView
 
 _METRICS = ("loss", "accuracy")  # shown without being asked for, as far as there are any
 
@@ -22,8 +22,8 @@ def submit_group(loaded: LoadedGroup, *, reconciler: bool, yes: bool, as_json: b
     """Submit a group, print its id, and return the exit status."""
     from orc.orchestrator.cli.exit_codes import of_states
     from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.ui.display import submission_progress
     from orc.orchestrator.cli.ui.output import echo_json
-    from orc.orchestrator.cli.ui.submitting import submission_progress
 
     client = open_client(reconciler=reconciler)
     with submission_progress(silent=as_json or not sys.stderr.isatty(), yes=yes) as on_progress:

@@ -11,7 +11,7 @@ from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.launchers.accelerate.elsewhere import JobOfLaunch
+    from orc.launchers.accelerate.remote_launch import JobOfLaunch
 
 
 def submit_and_follow(launched: JobOfLaunch, *, as_json: bool) -> int:
@@ -43,7 +43,7 @@ def submit_and_follow(launched: JobOfLaunch, *, as_json: bool) -> int:
 
 
 def _write_down(launched: JobOfLaunch) -> None:
-    """Add the cluster to clusters.yaml, where the job's driver finds it, unless it is there."""
+    """Add the cluster to clusters.yaml, where passes find it, unless it is there."""
     import yaml
 
     from orc.launchers.paths import clusters_file

@@ -10,7 +10,7 @@ from orc.orchestrator.ledger.lifecycle import Event, Kind
 
 if TYPE_CHECKING:
     from orc.orchestrator.api.session import LedgerSession
-    from orc.orchestrator.engine.pass_report import PassReport
+    from orc.orchestrator.engine.writing import PassReport
 
 
 def cancel(

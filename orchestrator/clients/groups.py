@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.clients.errors import GroupNotFound
-from orc.orchestrator.clients.group_views import GroupView, MemberView
 from orc.orchestrator.ledger import groups as table
 from orc.orchestrator.ledger.lifecycle import JobState
-from orc.orchestrator.ledger.listing import JobFilter
-from orc.orchestrator.views import JobRow
+from orc.orchestrator.ledger.queries import JobFilter
+from orc.orchestrator.views import GroupView, JobRow, MemberView
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
@@ -110,8 +109,7 @@ def resubmit(session: LedgerSession, group_id: str, *, on_progress: ProgressCall
 
 def submissions_again(ws: Workspace, group_id: str) -> list[Submission]:
     """Return the jobs that `resubmit` submits; each has its old id as its stage. Raises what that raises."""
-    from orc.orchestrator.engine.attempt_inputs import stored_snapshot
-    from orc.orchestrator.engine.stored_spec import stored_spec
+    from orc.orchestrator.engine.attempt_inputs import stored_snapshot, stored_spec
     from orc.orchestrator.engine.submission import new_submission
 
     shown = view(ws, group_id)

@@ -2,17 +2,146 @@
 
 from __future__ import annotations
 
+import random
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from orc.orchestrator.clients import transport
-from orc.orchestrator.clients.requests import request_of
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.clients import logins
+from orc.orchestrator.clients.errors import ServiceUnreachable, error_of
+from orc.orchestrator.clients.requests import Reply, request_of
 
 if TYPE_CHECKING:
+    import httpx
+
     from orc.orchestrator.api.call import Call, P, R
     from orc.orchestrator.clients.logins import Login
     from orc.orchestrator.clients.requests import Answer, Request
+
+
+TRIES = 5
+_AGAIN = (502, 503, 504)
+_LONGEST_PAUSE_S = 20.0
+
+
+def options(login: Login) -> dict[str, Any]:
+    """Return the arguments of an httpx client for a service. Raises `LaunchError` for a login that is not safe."""
+    import httpx
+
+    logins.refuse_clear_text(login)
+    headers = {"User-Agent": "orc", "Accept": "application/json"}
+    if login.token:
+        headers["Authorization"] = f"Bearer {login.token}"
+    return {
+        "base_url": login.url,
+        "headers": headers,
+        "verify": _trust(login),
+        "timeout": httpx.Timeout(60.0, connect=10.0),
+        # A redirection would carry the token to wherever it leads; a proxy has no business with this machine.
+        "follow_redirects": False,
+        "trust_env": not logins.is_loopback(login.url),
+    }
+
+
+def _trust(login: Login) -> ssl.SSLContext | bool:
+    if not login.url.startswith("https://"):
+        return True
+    try:
+        # Python's own: the system's certificates, and the variables that OpenSSL knows.
+        return ssl.create_default_context(cafile=login.ca or None)
+    except (OSError, ssl.SSLError) as error:
+        raise LaunchError(
+            f"the file of certificates cannot be read: {error.strerror or error}", where=login.ca
+        ) from None
+
+
+def refuse_clear_secrets(login: Login, request: Request[Any]) -> None:
+    """Raise `LaunchError` for values of secrets that would travel over a network in the clear, whoever agreed to that
+    for the token.
+    """
+    if login.url.startswith("https://") or logins.is_loopback(login.url):
+        return
+    if isinstance(request.body, dict) and request.body.get("secrets"):
+        raise LaunchError(
+            "the values of the job's secrets would travel unencrypted",
+            where=login.url,
+            hint="use https://, or a tunnel to the loopback address (ssh -L)",
+        )
+
+
+def arguments(request: Request[Any]) -> dict[str, Any]:
+    """Return the arguments of httpx for *request*, but its content."""
+    import httpx
+
+    given: dict[str, Any] = {
+        "params": dict(request.params),
+        "headers": dict(request.headers),
+        "timeout": httpx.Timeout(request.timeout_s, connect=10.0),
+    }
+    return given if request.content is not None or request.body is None else {**given, "json": request.body}
+
+
+def answer(response: httpx.Response, request: Request[Answer], url: str) -> Answer:
+    """Return what *response*, whose body was read, answers. Raises `LaunchError` for an error, or what is no answer."""
+    body: Any = None
+    if "json" in response.headers.get("content-type", ""):
+        try:
+            body = response.json()
+        except ValueError:
+            body = None
+    if not response.is_success and not response.is_redirect:
+        raise error_of(response.status_code, body, path=request.path, url=url)
+    try:
+        if response.is_success:
+            return request.read(Reply(body, response.content, response.headers))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        pass
+    raise ServiceUnreachable(
+        "the answer is not that of a service of orc", where=url, hint="check the URL, and proxies in between"
+    )
+
+
+def unreachable(error: Exception, url: str) -> ServiceUnreachable:
+    """Return the error for a service that gave no answer."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return ServiceUnreachable(
+                f"the service's certificate is not trusted: {cause.verify_message}",
+                where=url,
+                hint="`orc login --ca FILE URL` trusts the certificate of its authority",
+            )
+        cause = cause.__cause__ or cause.__context__
+    what = str(error) or type(error).__name__
+    return ServiceUnreachable(
+        f"the service cannot be reached: {what}", where=url, hint="is `orc serve` running there? ORC_SERVICE_URL=local "
+        "uses the ledger of this machine instead",
+    )  # fmt: skip
+
+
+def pause(attempt: int, response: httpx.Response | None) -> float | None:
+    """Return how long to wait before a request is sent again, for the *attempt*-th time; `None` for an answer to keep.
+
+    Answers that say so are waited for, a lost connection is tried again soon.
+    """
+    if attempt >= TRIES:
+        return None
+    if response is not None:
+        if response.status_code in (429, 503) and (told := _seconds(response.headers)) is not None:
+            return min(told, _LONGEST_PAUSE_S)
+        # What the service itself has said is its answer; that of a proxy in between is none.
+        if response.status_code not in _AGAIN or "json" in response.headers.get("content-type", ""):
+            return None
+    return float(0.1 * 2**attempt) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads clients, hides nothing
+
+
+def _seconds(headers: Mapping[str, str]) -> float | None:
+    try:
+        return max(float(headers["retry-after"]), 0.0)
+    except (KeyError, ValueError):
+        return None
 
 
 class HttpSession:
@@ -22,7 +151,7 @@ class HttpSession:
         import httpx
 
         self.login, self.sleep = login, sleep
-        self.http = httpx.Client(**transport.options(login))
+        self.http = httpx.Client(**options(login))
 
     def carry_out(self, call: Call[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return the result of *call*, which the service makes. Raises `LaunchError`."""
@@ -32,21 +161,21 @@ class HttpSession:
         """Return the answer to *request*, sent again when it was lost. Raises `LaunchError`."""
         import httpx
 
-        transport.refuse_clear_secrets(self.login, request)
+        refuse_clear_secrets(self.login, request)
         attempt = 0
         while True:
             attempt += 1
             response, lost = None, None
             try:
                 content: dict[str, Any] = {} if request.content is None else {"content": request.content()}
-                response = self.http.request(request.method, request.path, **transport.arguments(request), **content)
+                response = self.http.request(request.method, request.path, **arguments(request), **content)
             except httpx.TransportError as error:
                 lost = error
-            wait = transport.pause(attempt, response)
+            wait = pause(attempt, response)
             if wait is not None:
                 self.sleep(wait)
             elif response is None:
                 assert lost is not None
-                raise transport.unreachable(lost, self.login.url) from lost
+                raise unreachable(lost, self.login.url) from lost
             else:
-                return transport.answer(response, request, self.login.url)
+                return answer(response, request, self.login.url)

@@ -18,11 +18,10 @@ from orc.orchestrator.clients.uploads import LocalSnapshot
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
-    from orc.orchestrator.clients.group_views import GroupView, ScheduleView
     from orc.orchestrator.clients.http_session import HttpSession
     from orc.orchestrator.clients.requests import Request
     from orc.orchestrator.clients.surface import ProgressCallback
-    from orc.orchestrator.views import JobView
+    from orc.orchestrator.views import GroupView, JobView, ScheduleView
 
 Answer = TypeVar("Answer")
 _UPLOADS = 3  # what was uploaded may be collected before it is used

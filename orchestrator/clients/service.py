@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import NodeEntry
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
-    from orc.orchestrator.clients.group_views import GroupView, ScheduleView
     from orc.orchestrator.clients.requests import Request
     from orc.orchestrator.clients.surface import ProgressCallback
     from orc.orchestrator.insight.metrics import Line
+    from orc.orchestrator.views import GroupView, ScheduleView
 
 Answer = TypeVar("Answer")
 _LOG_BYTES = 1 << 20  # of one answer
@@ -157,9 +157,9 @@ class ServiceClient(JobsClient):
             for job_id in job_ids:
                 self.job(job_id)
         cancelled = [cancel_job(self.session, job_id, grace_s) for job_id in job_ids]
-        untold = {cluster: why for one in cancelled for cluster, why in one.unreachable.items()}
-        if untold and on_unreachable:
-            on_unreachable(untold)
+        unreached = {cluster: why for one in cancelled for cluster, why in one.unreachable.items()}
+        if unreached and on_unreachable:
+            on_unreachable(unreached)
         return [JobView(**{name: value for name, value in vars(one).items() if name != "unreachable"})
                 for one in cancelled]  # fmt: skip
 

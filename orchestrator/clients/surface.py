@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.api.call import Session
-    from orc.orchestrator.clients.group_views import GroupView, ScheduleView
     from orc.orchestrator.insight.metrics import Line
-    from orc.orchestrator.views import EventView, JobRow, JobView, NotificationView
+    from orc.orchestrator.views import EventView, GroupView, JobRow, JobView, NotificationView, ScheduleView
 
 ProgressCallback = Callable[[str, Mapping[str, Any]], None]
 _ALL = 1 << 40  # rows; a service gives a page of them at a time

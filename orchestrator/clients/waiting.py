@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from orc.orchestrator.api.session import LedgerSession
     from orc.orchestrator.views import JobView
 
-# How often `wait` asks: a twentieth of the time it has waited, between these bounds (seconds). A machine that drives
-# itself is asked by reading its files, a cluster by running its commands.
+# How often `wait` asks: a twentieth of the time it has waited, between these bounds (seconds). A machine that starts
+# passes by itself is asked by reading its files, a cluster by running its commands.
 _INTERVAL_HERE = (0.05, 2.0)
 _INTERVAL_AWAY = (1.0, 10.0)
 # An agent starts `orc tick` just before it is gone; for so long its attempt may still look alive.

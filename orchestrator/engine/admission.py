@@ -1,8 +1,8 @@
 """Admission: the decision that a QUEUED job may be sent now, and the reason why not.
 
 `CHECKS` is the whole truth: each check looks at one job within one `Admission`, which is one look at the ledger, and
-returns a `Hold` or nothing. The reconciler asks before it drives a job; the transaction that makes an attempt PREPARED
-asks again, so that two passes at once cannot both take the last place.
+returns a `Hold` or nothing. The reconciler asks before it dispatches a job; the transaction that makes an attempt
+PREPARED asks again, so that two passes at once cannot both take the last place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Held(LaunchError):
 class Admission:
     """Admission of jobs within one transaction on the ledger: what the checks share is read once.
 
-    To be asked about jobs in the order of their turns.
+    To be asked about jobs in the order of the queue.
     """
 
     ws: Workspace

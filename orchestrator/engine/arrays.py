@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine import admission, claims, job_secrets
+from orc.orchestrator.engine.attempt_inputs import stored_spec
 from orc.orchestrator.engine.limits import is_limited
 from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt
-from orc.orchestrator.engine.stored_spec import stored_spec
 from orc.orchestrator.ledger import dependencies, groups
 from orc.orchestrator.ledger.lifecycle import JobState
 
@@ -65,13 +65,13 @@ def _is_to_be_had(ws: Workspace, job: JobRecord) -> bool:
 
 
 def takes_arrays(ws: Workspace, cluster: str) -> bool:
-    """Return True where *cluster* takes jobs together, and none has to be sent in its own turn."""
+    """Return True where *cluster* takes jobs together, and none has to be sent by itself."""
     from orc.launchers.backends.base import SupportsArrays
 
     try:
         return isinstance(ws.backend(cluster), SupportsArrays) and not is_limited(ws, cluster)
     except LaunchError:
-        return False  # its jobs' turn says what is wrong with the cluster
+        return False  # the dispatch of its jobs says what is wrong with the cluster
 
 
 def are_alike(specs: Sequence[Mapping[str, Any]]) -> bool:

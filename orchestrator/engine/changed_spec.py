@@ -29,19 +29,18 @@ def changed(stored: Mapping[str, Any], overrides: Sequence[str], *, where: str) 
                 hint="submit the job file again",
             ) from None
     from orc.launchers.spec import load
-    from orc.launchers.spec import overrides as overriding
     from orc.launchers.spec.source import Document
 
     document = Document(json.loads(json.dumps(stored)), where, {}, {})
     for override in overrides:
-        overriding.apply(document, override, load.reading)
+        load.apply_override(document, override, load.reading)
     _refuse_another_snapshot(stored, document.data, where)
     return load.validate(document)
 
 
 def digests_left(digests: Mapping[str, str], stored: Mapping[str, Any], new: JobSpec) -> dict[str, str]:
     """Return those of *digests* that a changed job still has: inputs that now name something else are left out."""
-    from orc.launchers.snapshot.trees import INPUT
+    from orc.launchers.snapshot.manifest import INPUT
 
     old = stored.get("inputs") or {}
     same = {INPUT + name for name, text in new.inputs.items() if old.get(name) == text}

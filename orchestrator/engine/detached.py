@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine import fault_points, late_copies, schedules
+from orc.orchestrator.engine import fault_points, orphans, schedules
 from orc.orchestrator.engine.pass_loop import Pass, PassLoop
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def run(open_client: Callable[[], Passes], report_line: Callable[[str], None]) -
             # replaced, by `orc adopt` for one.
             if why is StopReason.LEDGER_GONE and not _stamp(_file(ws.ledger.database.url)):
                 return
-            if why is StopReason.IDLE and not ws.ledger.active() and _next_duty(ws) is None:
+            if why is StopReason.IDLE and not ws.ledger.active() and _next_due(ws) is None:
                 return
 
 
@@ -193,7 +193,7 @@ def _serve(client: Passes, descriptor: int, report_line: Callable[[str], None]) 
         trouble = done.trouble
         if done.jobs is not None:
             _describe(descriptor, Process(me.pid, me.host, me.started_at, ws.clock(), len(done.jobs)))
-            scheduled = _next_duty(ws)
+            scheduled = _next_due(ws)
             if not done.jobs and scheduled is None:
                 report_line("no job is live")
                 return StopReason.IDLE
@@ -205,9 +205,9 @@ def _serve(client: Passes, descriptor: int, report_line: Callable[[str], None]) 
             return StopReason.CLUSTERS_CHANGED
 
 
-def _next_duty(ws: Workspace) -> float | None:
-    """Return when something is due although no job is live: a schedule, or the look for a late copy."""
-    return min((at for at in (schedules.next_due(ws), late_copies.next_due(ws)) if at is not None), default=None)
+def _next_due(ws: Workspace) -> float | None:
+    """Return when something is due although no job is live: a schedule, or the look for an orphan."""
+    return min((at for at in (schedules.next_due(ws), orphans.next_due(ws)) if at is not None), default=None)
 
 
 def _describe(descriptor: int, me: Process) -> None:

@@ -5,7 +5,7 @@ The formula, with all users of a cluster entitled to the same:
 - use of a user: the slot-seconds of the user's attempts (a slot is a GPU, or a process of a job without GPUs), of which
   those of a week ago count half, those of two weeks ago a quarter, and so on (`HALF_LIFE_S`);
 - factor: ``2 ** -(n * use / use of all)`` for *n* users; 1 for one who has used nothing, 0.5 for the average one;
-- head start: the factor times `HEAD_START_S`. A job's turn is earlier by so much.
+- head start: the factor times `HEAD_START_S`. A job counts as submitted earlier by so much.
 
 So use never outweighs more than half a day of waiting: nobody waits for ever, and with one user nothing changes.
 """

@@ -3,7 +3,7 @@
 A retry may be submitted by a process that does not have the user's environment (the agent's ``orc tick``, cron), so
 the values are kept in ``<state dir>/job-secrets/<job>.json``, mode 0600, and removed when the job is terminal. They
 are in no other place of the orchestrator: not in a plan, an event or an error message, and in the ledger only as
-ciphertext, where a service has taken them (`orc.orchestrator.engine.sealing`).
+ciphertext, where a service has taken them (`orc.orchestrator.engine.encryption`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from orc.launchers.errors import LaunchError
 from orc.launchers.secrets import redact, resolve_secrets
-from orc.orchestrator.engine import sealing
+from orc.orchestrator.engine import encryption
 from orc.orchestrator.ledger import sealed_secrets
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.workspace import Workspace
@@ -55,19 +55,19 @@ def keep(state_dir: Path, job_id: str, values: Mapping[str, str]) -> None:
 
 
 def load_for(ws: Workspace, job_id: str, names: Sequence[str]) -> dict[str, str]:
-    """Return the values that were sealed for the job; those of a job with a file, or none, as `load` does.
+    """Return the values that were encrypted for the job; those of a job with a file, or none, as `load` does.
 
-    Raises `SpecError` for a value that is nowhere, `UnsealError`.
+    Raises `SpecError` for a value that is nowhere, `DecryptionError`.
     """
-    if names and (sealed := _unsealed(ws, job_id)):
-        return {name: sealed[name] for name in names if name in sealed}
+    if names and (values := _decrypted(ws, job_id)):
+        return {name: values[name] for name in names if name in values}
     return load(ws.state_dir, job_id, names)
 
 
-def _unsealed(ws: Workspace, job_id: str) -> dict[str, str]:
+def _decrypted(ws: Workspace, job_id: str) -> dict[str, str]:
     with ws.ledger.database.read() as connection:
-        sealed = sealed_secrets.find(connection, job_id)
-    return sealing.unseal(ws.state_dir, job_id, sealed) if sealed else {}
+        ciphertext = sealed_secrets.find(connection, job_id)
+    return encryption.decrypt(ws.state_dir, job_id, ciphertext) if ciphertext else {}
 
 
 def load(state_dir: Path, job_id: str, names: Sequence[str]) -> dict[str, str]:
@@ -80,8 +80,8 @@ def load(state_dir: Path, job_id: str, names: Sequence[str]) -> dict[str, str]:
 def without_values(ws: Workspace, job_id: str, value: Any) -> Any:
     """*value* (JSON-able) with every occurrence of the job's secrets replaced: what a rank prints may hold one."""
     try:
-        stored = _stored(ws.state_dir, job_id) or _unsealed(ws, job_id)
-    except sealing.UnsealError:
+        stored = _stored(ws.state_dir, job_id) or _decrypted(ws, job_id)
+    except encryption.DecryptionError:
         return _without_output(value)
     return _redacted(value, list(stored.values())) if stored else value
 

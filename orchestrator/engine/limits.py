@@ -1,6 +1,6 @@
 """Limits of clusters and quotas of users and projects: what may be in flight at one time.
 
-`Book` is pure: it goes through the jobs that wait, in the order of their turns, and says for which of them there is no
+`Book` is pure: it goes through the jobs that wait, in the order of the queue, and says for which of them there is no
 place. A job that waits for a limit closes it to those behind it, so that a large one is not overtaken for ever by small
 ones; one that would fit, and that nobody sends, stops nobody.
 """
@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from orc.orchestrator.engine.queueing import queue_key
 from orc.orchestrator.engine.spending import Spent, read_spent
-from orc.orchestrator.engine.turns import turn
-from orc.orchestrator.ledger.quotas import Quota, all_quotas
+from orc.orchestrator.ledger.usage import Quota, all_quotas
 
 if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Limits
@@ -34,7 +34,7 @@ class Demand(NamedTuple):
     owner: str
     project: str
     gpus: int
-    turn: tuple[float, float, str] = (0.0, 0.0, "")
+    queue_key: tuple[float, float, str] = (0.0, 0.0, "")
 
 
 Key = tuple[str, ...]
@@ -90,7 +90,7 @@ def shares(demand: Demand) -> dict[Key, int]:
 
 @dataclass
 class Book:
-    """Book of what is in flight, and of the jobs that wait, by turn."""
+    """Book of what is in flight, and of the jobs that wait, in the order of the queue."""
 
     limits: Mapping[str, Limits]  # by cluster
     quotas: Sequence[Quota]
@@ -105,8 +105,8 @@ class Book:
         self.used.update(shares(demand))
 
     def hold(self, demand: Demand) -> str:
-        """Return what the job waits for; empty when it may be sent. Called in the order of the turns."""
-        while self._next < len(self.waiting) and self.waiting[self._next].turn < demand.turn:
+        """Return what the job waits for; empty when it may be sent. Called in the order of the queue."""
+        while self._next < len(self.waiting) and self.waiting[self._next].queue_key < demand.queue_key:
             older = self.waiting[self._next]
             self._next += 1
             if older.job != demand.job:
@@ -166,12 +166,12 @@ def read_book(
     for row in flying:
         book.take(_demand(ws, connection, row))
     waiting = [_demand(ws, connection, row) for row in queued if row[0] not in besides]
-    book.waiting = sorted(waiting, key=lambda demand: demand.turn)
+    book.waiting = sorted(waiting, key=lambda demand: demand.queue_key)
     return book
 
 
 def is_limited(ws: Workspace, cluster: str) -> bool:
-    """Return True where jobs of *cluster* come under limits or quotas: then each of them is sent in its turn."""
+    """Return True where jobs of *cluster* come under limits or quotas: then each of them is sent by itself."""
     with ws.ledger.database.read() as connection:
         return ws.limits(cluster) is not None or bool(all_quotas(connection))
 
@@ -184,7 +184,7 @@ def demand_of(ws: Workspace, connection: Connection, job: JobRecord) -> Demand:
 def _demand(ws: Workspace, connection: Connection, row: Sequence[object]) -> Demand:
     job, cluster, owner, project, created_at, priority = row
     gpus = gpus_of(ws, connection, str(job))
-    place = turn(float(created_at), int(priority), str(job))  # type: ignore[arg-type, call-overload]
+    place = queue_key(float(created_at), int(priority), str(job))  # type: ignore[arg-type, call-overload]
     return Demand(str(job), str(cluster), str(owner), str(project), gpus, place)
 
 

@@ -21,10 +21,10 @@ from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine import claims, job_secrets, log_rules, polling
 from orc.orchestrator.engine.attempt_inputs import attempt_inputs
 from orc.orchestrator.engine.fault_points import fault_point
-from orc.orchestrator.engine.pass_report import PassReport, note_unreachable, write_all
 from orc.orchestrator.engine.placement import PlacementPlanner
 from orc.orchestrator.engine.retry import retry_cause
 from orc.orchestrator.engine.updates import JobUpdate, retry_policy, update_from_observation
+from orc.orchestrator.engine.writing import PassReport, note_unreachable, write_all
 from orc.orchestrator.ledger import polls
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
@@ -53,10 +53,10 @@ class Urgency:
 def poll_all(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport, urgency: Urgency) -> None:
     """Poll the clusters of *jobs* for those that they have, and store the answers."""
     for access, there in _by_access(ws, jobs, report).items():
-        if ws.ledger.volatile or not _takes_turns(ws, access.cluster, urgency):
+        if ws.ledger.volatile or not _needs_lease(ws, access.cluster, urgency):
             _poll_cluster(ws, access, there, report)
         else:
-            _poll_in_turn(ws, access, there, report, urgency)
+            _poll_with_lease(ws, access, there, report, urgency)
 
 
 def _by_access(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport) -> dict[Access, list[JobRecord]]:
@@ -77,7 +77,7 @@ def _by_access(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport) -> 
     return found
 
 
-def _takes_turns(ws: Workspace, cluster: str, urgency: Urgency) -> bool:
+def _needs_lease(ws: Workspace, cluster: str, urgency: Urgency) -> bool:
     """Return True for a cluster that one process polls for all.
 
     A look at some jobs of hosts asks those hosts alone: another one, that does not answer, is not waited for.
@@ -91,7 +91,9 @@ def _takes_turns(ws: Workspace, cluster: str, urgency: Urgency) -> bool:
     return not backend.self_driving and not (urgency.some_jobs and isinstance(backend, SupportsPlacement))
 
 
-def _poll_in_turn(ws: Workspace, access: Access, jobs: list[JobRecord], report: PassReport, urgency: Urgency) -> None:
+def _poll_with_lease(
+    ws: Workspace, access: Access, jobs: list[JobRecord], report: PassReport, urgency: Urgency
+) -> None:
     cluster = access.cluster
     jobs = _cancel_at(ws, access, jobs, report)
     before = _poll_of(ws, access)
@@ -163,7 +165,7 @@ def _await_answer(ws: Workspace, access: Access, before: polls.ClusterPoll | Non
 
 
 def _cancel_at(ws: Workspace, access: Access, jobs: list[JobRecord], report: PassReport) -> list[JobRecord]:
-    """Pass requests to cancel on; that needs no turn, and waits for none."""
+    """Pass requests to cancel on; that needs no lease, and waits for none."""
     handles = _handles(ws, jobs)
     try:
         return _cancel(ws, ws.open(access), jobs, handles, report)

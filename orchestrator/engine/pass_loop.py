@@ -1,6 +1,6 @@
 """Loop of passes: one after the other, soon again while something moves and seldom when nothing does.
 
-The detached reconciler runs one for all clusters, the driver of a service one for each.
+The detached reconciler runs one for all clusters, the threads of a service one for each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-    from orc.orchestrator.engine.pass_report import PassReport
+    from orc.orchestrator.engine.writing import PassReport
     from orc.orchestrator.ledger.records import JobRecord
     from orc.orchestrator.workspace import Workspace
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # is for jobs on this machine, the second where a cluster has to be asked.
 SHORTEST_S = (1.0, 5.0)
 LONGEST_S = 30.0
-# For so long a step of a job that drives itself is left to its agents: they have the environment it was submitted in.
+# For so long a step of a job is left to its agents, where these start passes: they have its submitter's environment.
 PATIENCE_S = 15.0
 
 

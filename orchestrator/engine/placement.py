@@ -17,8 +17,7 @@ from orc.orchestrator.engine.excluded_hosts import excluded
 from orc.orchestrator.engine.fair_share import read_head_starts
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.progress import Progress, silent
-from orc.orchestrator.engine.queueing import WaitingJob, placement_in_turn, taken_slots, waiting_reason
-from orc.orchestrator.engine.turns import turn
+from orc.orchestrator.engine.queueing import WaitingJob, placement_in_order, queue_key, taken_slots, waiting_reason
 from orc.orchestrator.ledger.lifecycle import JobState
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 Place = tuple[
     float, int, str, str
-]  # what decides about a job's turn: when it was made, its priority, its owner, its id
+]  # what decides about a job's place in the queue: when it was made, its priority, its owner, its id
 
 
 @dataclass(frozen=True)
@@ -194,20 +193,20 @@ class PlacementPlanner:
         cluster, job_id = self.spec.cluster, self.attempt.job
         taken = taken_slots(tx.reservations(cluster), besides=job_id)
         avoid = {*_to_avoid(self.spec, tx.failed_hosts(job_id), self.attempt.number), *self.unusable, *self._excluded}
-        return placement_in_turn(self._placing, self.spec, taken, ahead=self._ahead(tx), avoid=avoid)
+        return placement_in_order(self._placing, self.spec, taken, ahead=self._ahead(tx), avoid=avoid)
 
     def _ahead(self, tx: Transaction) -> Iterator[WaitingJob]:
-        """Yield the jobs whose turn is before this one's and that have no hosts yet, in turn."""
+        """Yield the jobs that are before this one in the queue and have no hosts yet, in order."""
         from orc.launchers.spec import JobSpec
 
         starts = read_head_starts(self.ws, tx, self.spec.cluster)
 
-        def turn_of(created_at: float, priority: int, owner: str, job: str) -> tuple[float, float, str]:
-            return turn(created_at, priority, job, head_start_s=starts.get(owner, 0.0))
+        def key_of(created_at: float, priority: int, owner: str, job: str) -> tuple[float, float, str]:
+            return queue_key(created_at, priority, job, head_start_s=starts.get(owner, 0.0))
 
-        mine = turn_of(*self._place_in_queue)
+        mine = key_of(*self._place_in_queue)
         unplaced = [
-            (turn_of(job.created_at, job.priority, job.owner, job.id), job, text)
+            (key_of(job.created_at, job.priority, job.owner, job.id), job, text)
             for job, text in tx.unplaced(self.spec.cluster)
         ]
         look = admission.Admission(self.ws, tx, [job for _, job, _ in unplaced])
@@ -224,7 +223,7 @@ class PlacementPlanner:
             try:
                 spec = JobSpec.model_validate(json.loads(text))
             except ValueError:
-                continue  # of a version of orc that this one cannot read: its own turn says so
+                continue  # of a version of orc that this one cannot read: its own dispatch says so
             avoid = {*_to_avoid(spec, tx.failed_hosts(other.id), _coming(other)), *self._excluded}
             yield WaitingJob(other.id, spec, avoid, in_hand)
 

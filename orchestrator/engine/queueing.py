@@ -1,4 +1,9 @@
-"""Queueing: on each cluster the oldest job gets hosts first, younger ones where no older one waits. Pure."""
+"""Queueing: on each cluster the oldest job gets hosts first, younger ones where no older one waits. Pure.
+
+The age of a job counts from its submission, earlier by `PRIORITY_S` for each point of its priority. So a job of a
+higher priority overtakes those that were submitted at most so many hours before it, and nobody waits for ever: after
+200 hours even the lowest priority comes before everything that is submitted then.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,18 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Placement, SupportsPlacement
     from orc.launchers.spec import JobSpec
     from orc.orchestrator.ledger.records import Reservation
+
+
+PRIORITY_S = 3600.0
+
+
+def queue_key(created_at: float, priority: int, job: str, *, head_start_s: float = 0.0) -> tuple[float, float, str]:
+    """Return the key by which jobs are sorted: the smallest goes first.
+
+    *head_start_s* is what fair share gives the job's owner (`orc.orchestrator.engine.fair_share`).
+    """
+    return (created_at - priority * PRIORITY_S - head_start_s, created_at, job)
+
 
 _ALL = 1 << 30  # more slots than any host has
 ROOM_BACKOFF_S = (2.0, 60.0)
@@ -39,7 +56,7 @@ def taken_slots(reservations: Iterable[Reservation], *, besides: str = "") -> di
     return dict(taken)
 
 
-def placement_in_turn(
+def placement_in_order(
     backend: SupportsPlacement,
     spec: JobSpec,
     taken: Mapping[str, int],
@@ -66,7 +83,7 @@ def placement_in_turn(
             for host in backend.candidates(older.spec):
                 closed.setdefault(host, older.job)
         except LaunchError:
-            continue  # it will never run here, and its own turn says so
+            continue  # it will never run here, and its own dispatch says so
         else:
             if older.in_hand:
                 left.update(dict.fromkeys(placement.hosts, placement.slots))

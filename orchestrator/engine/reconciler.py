@@ -9,18 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine import (
-    deadlines,
-    dependencies,
-    job_files,
-    job_secrets,
-    late_copies,
-    schedules,
-)
-from orc.orchestrator.engine.driving import drive_in_turn, places_jobs
+from orc.orchestrator.engine import dependencies, job_files, job_secrets, orphans, schedules, updates
+from orc.orchestrator.engine.dispatch import dispatch, places_jobs
 from orc.orchestrator.engine.observing import Urgency, poll_all
-from orc.orchestrator.engine.pass_report import PassReport, write_all
 from orc.orchestrator.engine.updates import JobUpdate
+from orc.orchestrator.engine.writing import PassReport, write_all
 from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.workspace import Workspace
@@ -36,10 +29,10 @@ def reconcile(
 ) -> PassReport:
     """Run one pass over the live jobs (of *job_ids* or of *cluster*, if given): every step that is due is taken.
 
-    For *patience_s* a step is left to the job's own agents, where its cluster drives itself. A cluster that is asked
-    over a network is not asked again while its last answer is younger than *max_age_s*; with `None` it is asked when
-    its interval has passed. While the ledger cannot be written, the pass only looks and cancels: nothing is started
-    that would be forgotten. Raises `LedgerError` only.
+    For *patience_s* a step is left to the job's own agents, where its cluster starts passes by itself. A cluster
+    that is asked over a network is not asked again while its last answer is younger than *max_age_s*; with `None` it is
+    asked when its interval has passed. While the ledger cannot be written, the pass only looks and cancels: nothing is
+    started that would be forgotten. Raises `LedgerError` only.
     """
     report = PassReport()
     urgency = Urgency(max_age_s, some_jobs=job_ids is not None)
@@ -65,22 +58,22 @@ def reconcile(
         jobs = live()
 
     def is_due(job: JobRecord) -> bool:
-        return _needs_driving(job, ws.clock()) and not (patience_s and _is_left_to_agents(ws, job, patience_s))
+        return _needs_dispatch(job, ws.clock()) and not (patience_s and _is_left_to_agents(ws, job, patience_s))
 
     due = [job for job in jobs if is_due(job)]
     crowded = {job.cluster for job in due if places_jobs(ws, job.cluster) or ws.limits(job.cluster) is not None}
     if crowded and job_ids is not None:
         # Who waits for room has to know who has left it, and to let others go first whose turn it is.
         job_ids = [job.id for job in ws.ledger.active() if job.id in set(job_ids) or job.cluster in crowded]
-    held = drive_in_turn(ws, [job for job in due if job.cluster not in crowded], report)
+    held = dispatch(ws, [job for job in due if job.cluster not in crowded], report)
     if due:
         jobs = live()
     poll_all(ws, jobs, report, urgency)
     # Those whose hosts have just become free or whose attempt has just ended, and those that were left for that.
-    driven = {job.id for job in due if job.cluster not in crowded} - held
-    drive_in_turn(ws, [job for job in live() if job.id not in driven and is_due(job)], report)
+    dispatched = {job.id for job in due if job.cluster not in crowded} - held
+    dispatch(ws, [job for job in live() if job.id not in dispatched and is_due(job)], report)
     if job_ids is None:
-        late_copies.end_due(ws, report, cluster)
+        orphans.end_due(ws, report, cluster)
     job_secrets.sweep(ws.state_dir, lambda job_id: _is_active(ws, job_id))
     return report
 
@@ -88,7 +81,7 @@ def reconcile(
 def _cancel_overdue(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
     """Request the cancellation of jobs whose deadline has passed; True if there are some."""
     now = ws.clock()
-    overdue = [job for job in jobs if deadlines.has_passed(job, now)]
+    overdue = [job for job in jobs if updates.has_passed(job, now)]
     changes = []
     for job in overdue:
         grace_s = float(ws.ledger.spec(job.id)["grace"])
@@ -107,7 +100,7 @@ def _is_active(ws: Workspace, job_id: str) -> bool | None:
     return not job.state.terminal
 
 
-def _needs_driving(job: JobRecord, now: float) -> bool:
+def _needs_dispatch(job: JobRecord, now: float) -> bool:
     if job.state in (JobState.QUEUED, JobState.PREPARED):
         return job.cancel_requested_at is not None or (job.next_attempt_at or 0.0) <= now
     return job.state is JobState.SUBMITTING
@@ -120,5 +113,5 @@ def _is_left_to_agents(ws: Workspace, job: JobRecord, patience_s: float) -> bool
     try:
         own = ws.backend(job.cluster).self_driving
     except LaunchError:
-        return False  # its turn says what is wrong with the cluster
+        return False  # its dispatch says what is wrong with the cluster
     return own and ws.clock() < max(job.next_attempt_at or 0.0, job.updated_at) + patience_s

@@ -16,7 +16,7 @@ from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
 from orc.orchestrator.engine import cron as times
-from orc.orchestrator.engine import deadlines, job_secrets, sealing
+from orc.orchestrator.engine import encryption, job_secrets, updates
 from orc.orchestrator.engine.placement import render_anywhere
 from orc.orchestrator.engine.submission import CheckedJob, record
 from orc.orchestrator.ledger import groups, schedules
@@ -69,15 +69,15 @@ def create(
     }  # fmt: skip
     if each.request:
         described["request"] = each.request
-    if each.sealed and secrets:
-        described["sealed"] = sealing.seal(ws.state_dir, each.id, secrets)
+    if each.encrypted and secrets:
+        described["sealed"] = encryption.encrypt(ws.state_dir, each.id, secrets)
     now = ws.clock()
     made = schedules.ScheduleRecord(
         each.id, name, each.owner, cron, timezone, True, times.due_after(cron, timezone, now), None, None,
         described, each.snapshot.digests, each.source,
     )  # fmt: skip
     with job_secrets.until_recorded(ws, each.id):
-        if not each.sealed:
+        if not each.encrypted:
             job_secrets.keep(ws.state_dir, each.id, secrets)
         with ws.ledger.transaction() as tx:
             if schedules.named(tx.connection, each.owner, name) is not None:
@@ -155,20 +155,21 @@ def _job(schedule: ScheduleRecord, now: float) -> NewJob:
         project=spec.get("project") or "",
         priority=spec.get("priority", 0),
         group_id=schedule.id,
-        deadline_at=deadlines.deadline_at(spec.get("deadline"), now),
+        deadline_at=updates.deadline_at(spec.get("deadline"), now),
     )
 
 
 def _with_secrets(ws: Workspace, schedule: ScheduleRecord, new: NewJob) -> CheckedJob:
     """Return *new* with the secrets of the schedule, where this machine has them; elsewhere the job waits for them.
 
-    Those of a service's schedule stay sealed.
+    Those of a service's schedule stay encrypted.
     """
-    if sealed := schedule.spec.get("sealed"):
+    if ciphertext := schedule.spec.get("sealed"):
         # A text that does not open here is no reason to look elsewhere: the job says that it does not.
-        with suppress(sealing.UnsealError):
-            sealed = sealing.seal(ws.state_dir, new.id, sealing.unseal(ws.state_dir, schedule.id, sealed))
-        return CheckedJob(new, ciphertext=sealed)
+        with suppress(encryption.DecryptionError):
+            values = encryption.decrypt(ws.state_dir, schedule.id, ciphertext)
+            ciphertext = encryption.encrypt(ws.state_dir, new.id, values)
+        return CheckedJob(new, ciphertext=ciphertext)
     secrets: Mapping[str, str] = {}
     with suppress(SpecError):
         secrets = job_secrets.load(ws.state_dir, schedule.id, schedule.spec["job"]["secrets"])

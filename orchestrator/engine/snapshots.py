@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from orc.launchers.backends.base import Snapshot
 from orc.launchers.environments.rendering import environment_of
 from orc.launchers.errors import SpecError
-from orc.launchers.snapshot.ignore import patterns_of
+from orc.launchers.snapshot.listing import patterns_of
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.snapshot.scan import Bundle, ScanWatch
 

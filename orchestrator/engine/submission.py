@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import SpecError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
-from orc.orchestrator.engine import artefacts, claims, job_files, job_secrets, sealing
+from orc.orchestrator.engine import attempt_inputs, claims, encryption, job_files, job_secrets
 from orc.orchestrator.engine import submission_steps as steps
-from orc.orchestrator.engine.deadlines import deadline_at
 from orc.orchestrator.engine.dependencies import job_named, required, waiting_reason
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import render_anywhere
 from orc.orchestrator.engine.progress import Progress, silent
+from orc.orchestrator.engine.updates import deadline_at
 from orc.orchestrator.ledger import dependencies
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import JobState
@@ -46,7 +46,7 @@ class Submission:
     id: str
     source: str = ""
     secrets: Mapping[str, str] = field(default_factory=dict)  # values, beside those of the environment
-    sealed: bool = False  # they are kept as ciphertext in the ledger, not in a file
+    encrypted: bool = False  # they are kept as ciphertext in the ledger, not in a file
     request: str = ""  # digest of the key of the request that makes it
     group: str | None = None
     number: int | None = None  # its place in the group
@@ -88,7 +88,7 @@ def submit(
     its cluster refuses is in the ledger as FAILED then. A submission that was cut off raises nothing: the job will be
     found or sent.
     """
-    from orc.orchestrator.engine.driving import drive_new
+    from orc.orchestrator.engine.dispatch import dispatch_new
 
     if any(one.spec.depends_on or set(one.spec.inputs) - set(one.snapshot.inputs) for one in submissions):
         return [record.id for record in enqueue(ws, submissions, within=within)]
@@ -96,7 +96,7 @@ def submit(
     ids = [record.id for record in records]
     try:
         try:
-            report = drive_new(ws, records, progress)
+            report = dispatch_new(ws, records, progress)
         except KeyboardInterrupt:
             for current in ws.ledger.jobs(ids):
                 steps.abandon(ws, current)
@@ -162,13 +162,13 @@ def check(ws: Workspace, submissions: Sequence[Submission]) -> list[CheckedJob]:
                 "describes several jobs, and one is submitted", where=one.spec.name, hint="submit it as a group"
             )
         spec = _with_ids(ws, one.spec, ids)
-        artefacts.check(ws, spec, specs)
+        attempt_inputs.check(ws, spec, specs)
         needs = required(ws, spec, list(specs))
         secrets = resolve_secrets(spec.secrets, {**os.environ, **one.secrets})
         render_anywhere(ws, spec, one.snapshot, AttemptId(one.id, 1), one.owner)
-        ciphertext = sealing.seal(ws.state_dir, one.id, secrets) if one.sealed and secrets else ""
+        ciphertext = encryption.encrypt(ws.state_dir, one.id, secrets) if one.encrypted and secrets else ""
         row = _row(ws, one, spec, backend.kind)
-        kept = {} if one.sealed else secrets
+        kept = {} if one.encrypted else secrets
         checked.append(CheckedJob(row, kept, ciphertext, one.request, needs, _reason(ws, needs, specs)))
     return checked
 
@@ -244,7 +244,7 @@ def record(
                     job.reason,
                     owner=owner,
                     claim_expires_at=expires,
-                    sealed=job.ciphertext,
+                    ciphertext=job.ciphertext,
                     request=job.request,
                 )
                 records.append(made)

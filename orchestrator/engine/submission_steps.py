@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from orc.orchestrator.engine import claims, job_secrets, late_copies
+from orc.orchestrator.engine import claims, job_secrets, orphans
 from orc.orchestrator.engine.queueing import room_backoff
 from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel, update_for_rejection
 from orc.orchestrator.engine.writing import apply
@@ -142,18 +142,18 @@ def accept(ws: Workspace, begun: JobRecord, handle: Handle) -> JobRecord:
 
     def is_ours(attempt: AttemptRecord) -> bool:
         same = bool(attempt.handle) and (attempt.handle or {})["native_id"] == handle.native_id
-        return same and not late_copies.is_elsewhere(attempt, sent_to, handle.hosts)
+        return same and not orphans.is_outside_lease(attempt, sent_to, handle.hosts)
 
     def change(current: JobRecord, now: float) -> JobUpdate:
         attempt = current.attempt
         if attempt is not None and attempt.state in (AttemptState.SUBMITTING, AttemptState.AMBIGUOUS):
             return accepted(Kind.ACCEPTED, current, handle, now, sent_to)
-        if attempt is not None and (late_copies.is_given_up(attempt) or is_ours(attempt)):
+        if attempt is not None and (orphans.is_given_up(attempt) or is_ours(attempt)):
             return JobUpdate()
         return JobUpdate((Event(Kind.DUPLICATE, begun.number, {"native_id": handle.native_id}),))
 
     stored = apply(ws, begun, lambda _: True, change)
-    late_copies.end_if_apart(ws, stored, handle, sent_to)
+    orphans.end_if_orphaned(ws, stored, handle, sent_to)
     return stored
 
 

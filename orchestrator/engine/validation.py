@@ -133,7 +133,7 @@ def _check_environment(loaded: LoadedJob, spec: JobSpec, cluster: Cluster) -> No
     """Raise `LaunchError` for an environment that names a file which is not there."""
     from orc.launchers.commands import build_command
     from orc.launchers.environments.rendering import render_environment
-    from orc.launchers.layout import Layout
+    from orc.launchers.paths import Layout
 
     layout = Layout.at("/")
     render_environment(spec, cluster, _snapshot(loaded, spec, cluster), layout, build_command(spec))

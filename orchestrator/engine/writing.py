@@ -1,17 +1,20 @@
-"""Writing of updates: events and columns of a job in one transaction, as long as the job is what was looked at."""
+"""Writing of updates: events and columns of one job, or of many in a pass, as long as each is what was seen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from orc.orchestrator.engine.updates import JobUpdate
 from orc.orchestrator.ledger.errors import Conflict
+from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
+    from orc.launchers.errors import LaunchError
     from orc.orchestrator.ledger.transaction import Transaction
-    from orc.orchestrator.workspace import Workspace
 
 
 def write(tx: Transaction, job: JobRecord, made: JobUpdate) -> JobRecord:
@@ -45,3 +48,45 @@ def apply(
                 return write(tx, current, made)
         except Conflict:
             continue  # somebody wrote between our look and our write: look again
+
+
+POLL_ERROR_EVENT_S = 300.0  # a longer outage is one event each five minutes, not one each pass
+_JOBS_PER_TRANSACTION = 200
+
+
+@dataclass
+class PassReport:
+    """Report of one pass: the clusters that it could not reach, and the jobs that it could not start."""
+
+    unreachable: dict[str, str] = field(default_factory=dict)  # cluster -> why nothing can be said about its jobs
+    errors: dict[str, LaunchError] = field(default_factory=dict)  # job -> why it certainly does not run
+
+
+def write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, JobUpdate]]) -> dict[str, JobRecord]:
+    """Write many changes in few transactions; jobs that were changed meanwhile are left out."""
+    wanted = [(job, change) for job, change in changes if change]
+    written: dict[str, JobRecord] = {}
+    for start in range(0, len(wanted), _JOBS_PER_TRANSACTION):
+        done: dict[str, JobRecord] = {}
+        with ws.ledger.transaction(durable=False) as tx:
+            for job, made in wanted[start : start + _JOBS_PER_TRANSACTION]:
+                try:
+                    done[job.id] = write(tx, job, made)
+                except Conflict:
+                    continue
+        written.update(done)
+    return written
+
+
+def note_unreachable(ws: Workspace, cluster: str, jobs: Sequence[JobRecord], what: str, report: PassReport) -> None:
+    """Report that *cluster* could not be reached, and note it on its *jobs*; they stay as they are."""
+    report.unreachable[cluster] = what
+    now, reason = ws.clock(), f"cannot reach {cluster}: {what}"
+    changes = []
+    for job in ws.ledger.active([job.id for job in jobs]):
+        if job.poll_error_at is None or now - job.poll_error_at >= POLL_ERROR_EVENT_S:
+            event = Event(Kind.POLL_ERROR, None, {"reason": what})
+            changes.append((job, JobUpdate((event,), {"reason": reason, "poll_error_at": now})))
+        elif job.reason != reason:
+            changes.append((job, JobUpdate(job_set={"reason": reason})))
+    write_all(ws, changes)

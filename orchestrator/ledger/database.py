@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.ledger import proc, reserve
+from orc.orchestrator.ledger import ledger_file
 from orc.orchestrator.ledger.errors import LedgerError
 
 Row = Mapping[str, Any]
@@ -105,7 +105,7 @@ class SqliteDatabase:
 
     def __init__(self, path: Path, volatile: str = "") -> None:
         self.path = path
-        self.network = proc.network_file_system(path.parent)  # its type, or None
+        self.network = ledger_file.network_file_system(path.parent)  # its type, or None
         self.url = f"sqlite:///{path}"
         self.volatile = volatile
         with explained(path):
@@ -113,7 +113,7 @@ class SqliteDatabase:
             # descriptor of a file drops all locks that the process holds on it, those of other connections included.
             self._raw = self._copy() if volatile else self._connect()
         if not volatile:
-            reserve.keep(path)
+            ledger_file.keep(path)
 
     def _copy(self) -> sqlite3.Connection:
         """Return the content of the file, which is not changed in any way."""
@@ -136,7 +136,7 @@ class SqliteDatabase:
 
     def unwritable(self) -> str:
         """The reason why nothing can be written now; empty when it can."""
-        return reserve.unwritable(self.path)
+        return ledger_file.unwritable(self.path)
 
     def _connect(self) -> sqlite3.Connection:
         began = time.monotonic()
@@ -218,7 +218,7 @@ class SqliteDatabase:
     def _tell(self) -> None:
         import logging
 
-        from orc.orchestrator.ledger.proc import holders
+        from orc.orchestrator.ledger.ledger_file import holders
 
         held = ", ".join(holders(self.path))
         logging.getLogger("orc").warning("waiting for the ledger %s%s", self.path, f", held by {held}" if held else "")

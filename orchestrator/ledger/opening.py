@@ -11,7 +11,7 @@ from pathlib import Path
 from orc.launchers.strict_modes import make_private
 from orc.orchestrator.ledger.database import Database, SqliteDatabase, explained
 from orc.orchestrator.ledger.errors import LedgerError
-from orc.orchestrator.ledger.reserve import unwritable
+from orc.orchestrator.ledger.ledger_file import unwritable
 from orc.orchestrator.ledger.version import HEAD
 
 FILE_NAME = "ledger.db"
@@ -123,7 +123,7 @@ def _beside(path: Path) -> str:
 
 
 def _make_ledger(path: Path) -> None:
-    """Make it aside and link it into place. First users take turns, and none meets what a lost ledger has left."""
+    """Make it aside and link it into place. First users wait for each other; none meets what a lost ledger has left."""
     statements = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8").split(";\n\n")
     new = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
@@ -138,17 +138,17 @@ def _make_ledger(path: Path) -> None:
             raw.execute("COMMIT")
         finally:
             raw.close()
-        turn = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with contextlib.suppress(OSError):  # NFS locks no directories; the link alone decides there who is first
-                fcntl.flock(turn, fcntl.LOCK_EX)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 for suffix in ("-wal", "-shm", "-journal"):
                     path.with_name(path.name + suffix).unlink(missing_ok=True)
                 with contextlib.suppress(FileExistsError):
                     os.link(new, path)
         finally:
-            os.close(turn)
+            os.close(lock)
     finally:
         for leftover in (new, new.with_name(f"{new.name}-journal")):
             leftover.unlink(missing_ok=True)

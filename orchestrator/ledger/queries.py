@@ -1,11 +1,14 @@
-"""Queries of the ledger that reads and transactions share."""
+"""Queries of the ledger that reads and transactions share; lists of jobs, page by page."""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger.database import Connection
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
@@ -76,3 +79,123 @@ def read_failed_hosts(connection: Connection, job_id: str) -> dict[int, tuple[st
     for number, host in connection.tuples(query, {"id": job_id}):
         found[number] = (*found.get(number, ()), host)
     return found
+
+
+# Newest first. The id makes the order total: a page ends between two jobs, never inside some of the same moment.
+_ORDER = "ORDER BY created_at DESC, id DESC"
+_SHOWN = "id, name, cluster, backend, state, reason, attempt, created_at, updated_at, ended_at"
+_MORE = "owner, project, priority, group_id, group_index, not_before, deadline_at"
+_SEARCHED = "lower(id || ' ' || name || ' ' || owner || ' ' || cluster || ' ' || project)"
+
+
+class InvalidCursor(LaunchError):
+    """A cursor that no page has given."""
+
+
+@dataclass(frozen=True)
+class JobFilter:
+    """Filter of a list of jobs: all that is given has to hold."""
+
+    states: Sequence[str] | None = None
+    name: str | None = None
+    owner: str | None = None
+    cluster: str | None = None
+    project: str | None = None
+    group: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    q: str | None = None  # part of its id, name, owner, cluster or project, whatever the case
+
+
+class Page(NamedTuple):
+    """Page of a list: rows as `JobRow` takes them, and the cursor of the next page, `None` after the last."""
+
+    rows: list[tuple[Any, ...]]
+    next: str | None
+
+
+def encode_cursor(created_at: float, job_id: str) -> str:
+    """Return the cursor of the page that begins after this job."""
+    return base64.urlsafe_b64encode(json.dumps([created_at, job_id]).encode()).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str) -> tuple[float, str]:
+    """Return the time and the id of the last job before the page. Raises `InvalidCursor`."""
+    try:
+        text = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
+        created_at, job_id = json.loads(text)
+        if not isinstance(job_id, str) or not job_id.isascii() or not job_id.isprintable():
+            raise TypeError
+        return float(created_at), job_id
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        raise InvalidCursor("the cursor is not one of a page", hint="use `next` of the page before, as it is") from None
+
+
+def read_rows(
+    connection: Connection, wanted: JobFilter, *, after: tuple[float, str] | None = None, limit: int | None = None
+) -> list[tuple[Any, ...]]:
+    """Return ``(id, name, cluster, backend, state, reason, attempts, created_at, updated_at, ended_at, hosts, tags,
+    seen_at, owner, project, priority, group_id, group_index, not_before, deadline_at)`` of jobs, newest first."""
+    chosen, parameters = _chosen(wanted, after, limit)
+    rows = connection.tuples(f"SELECT {_SHOWN}, {_MORE} FROM {chosen}", parameters)  # noqa: S608
+    if not rows:
+        return []
+    tag_rows = connection.tuples(
+        f"SELECT job_id, key, value FROM job_tags WHERE job_id IN (SELECT id FROM {chosen})",  # noqa: S608
+        parameters,
+    )
+    host_rows = connection.tuples(
+        "SELECT a.job_id, a.hosts FROM attempts a JOIN "  # noqa: S608
+        f"(SELECT id, attempt FROM {chosen}) j ON a.job_id = j.id AND a.number = j.attempt WHERE a.hosts <> '[]'",
+        parameters,
+    )
+    seen_rows = connection.tuples(
+        f"SELECT job_id, at FROM sightings WHERE job_id IN (SELECT id FROM {chosen})",  # noqa: S608
+        parameters,
+    )
+    tags: dict[str, dict[str, str]] = {}
+    for job_id, key, value in tag_rows:
+        tags.setdefault(job_id, {})[key] = value
+    none: dict[str, str] = {}
+    hosts = {job_id: tuple(json.loads(text)) for job_id, text in host_rows}
+    seen = dict(seen_rows)
+    return [(*row[:10], hosts.get(row[0], ()), tags.get(row[0], none), seen.get(row[0]), *row[10:]) for row in rows]
+
+
+def _chosen(wanted: JobFilter, after: tuple[float, str] | None, limit: int | None) -> tuple[str, dict[str, Any]]:
+    """Return what follows FROM in a query of the jobs, in their order, and its parameters."""
+    where, parameters = _conditions(wanted, after)
+    bound = "" if limit is None else f" LIMIT {int(limit)}"
+    states = list(dict.fromkeys(str(state) for state in wanted.states)) if wanted.states is not None else None
+    if states is None:
+        return f"jobs WHERE {where} {_ORDER}{bound}", parameters
+    if not states:
+        return f"jobs WHERE 1 = 0 {_ORDER}", {}
+    parameters |= {f"s{i}": state for i, state in enumerate(states)}
+    # One after the other: for several states at once, databases sort all their jobs before they take the first.
+    parts = [
+        f"SELECT * FROM (SELECT {_SHOWN}, {_MORE} FROM jobs WHERE state = :s{i} AND {where} {_ORDER}{bound}) u{i}"  # noqa: S608
+        for i in range(len(states))
+    ]
+    return f"({' UNION ALL '.join(parts)}) u {_ORDER}{bound}", parameters
+
+
+def _conditions(wanted: JobFilter, after: tuple[float, str] | None) -> tuple[str, dict[str, Any]]:
+    parts: list[str] = ["1 = 1"]
+    parameters: dict[str, Any] = {}
+    columns = {"name": "name", "owner": "owner", "cluster": "cluster", "project": "project", "group": "group_id"}
+    for given, column in columns.items():
+        value = getattr(wanted, given)
+        if value is not None:
+            parts.append(f"{column} = :{given}")
+            parameters[given] = value
+    for i, (key, value) in enumerate(wanted.tags.items()):
+        parts.append(f"id IN (SELECT job_id FROM job_tags WHERE key = :k{i} AND value = :v{i})")  # noqa: S608
+        parameters |= {f"k{i}": key, f"v{i}": value}
+    if wanted.q:
+        parts.append(f"{_SEARCHED} LIKE :q ESCAPE '!'")
+        escaped = "".join(f"!{c}" if c in "!%_" else c for c in wanted.q.lower())
+        parameters["q"] = f"%{escaped}%"
+    if after is not None:
+        parts.append("(created_at, id) < (:after_at, :after_id)")
+        parameters |= {"after_at": after[0], "after_id": after[1]}
+    return " AND ".join(parts), parameters

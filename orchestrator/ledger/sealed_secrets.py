@@ -1,21 +1,21 @@
-"""Sealed secrets of jobs: ciphertext only; the key that opens it is not in the ledger."""
+"""Encrypted secrets of jobs: ciphertext only; the key that decrypts it is not in the ledger."""
 
 from __future__ import annotations
 
 from orc.orchestrator.ledger.database import Connection
 
 
-def put(connection: Connection, job_id: str, sealed: str, now: float) -> None:
-    """Store the sealed secrets of a job, in place of those that there may be."""
+def put(connection: Connection, job_id: str, ciphertext: str, now: float) -> None:
+    """Store the encrypted secrets of a job, in place of those that there may be."""
     connection.execute(
         "INSERT INTO sealed_secrets (job_id, sealed, at) VALUES (:job, :sealed, :now) "
         "ON CONFLICT (job_id) DO UPDATE SET sealed = excluded.sealed, at = excluded.at",
-        {"job": job_id, "sealed": sealed, "now": now},
+        {"job": job_id, "sealed": ciphertext, "now": now},
     )
 
 
 def find(connection: Connection, job_id: str) -> str | None:
-    """Return the sealed secrets of a job."""
+    """Return the encrypted secrets of a job."""
     rows = connection.tuples("SELECT sealed FROM sealed_secrets WHERE job_id = :job", {"job": job_id})
     return rows[0][0] if rows else None
 

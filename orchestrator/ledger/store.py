@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from orc.orchestrator.ledger.database import Connection, Database
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Kind
-from orc.orchestrator.ledger.listing import JobFilter, Page, decode_cursor, encode_cursor, read_rows
 from orc.orchestrator.ledger.queries import (
+    JobFilter,
+    Page,
     conditions,
+    decode_cursor,
+    encode_cursor,
     read_events,
     read_failed_hosts,
     read_jobs,
     read_reservations,
+    read_rows,
 )
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
 from orc.orchestrator.ledger.transaction import Transaction
@@ -97,18 +101,10 @@ class Ledger:
             )
         return [AttemptRecord.from_row(row) for row in rows]
 
-    def rows(
-        self,
-        *,
-        states: Sequence[str] | None = None,
-        name: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        group: str | None = None,
-        limit: int | None = None,
-    ) -> list[tuple[Any, ...]]:
-        """Return rows of jobs (`orc.orchestrator.ledger.listing.read_rows`), newest first, *limit* at most."""
+    def rows(self, limit: int | None = None) -> list[tuple[Any, ...]]:
+        """Return rows of jobs (`orc.orchestrator.ledger.queries.read_rows`), newest first, *limit* at most."""
         with self.database.read() as connection:
-            return read_rows(connection, JobFilter(states, name, group=group, tags=tags or {}), limit=limit)
+            return read_rows(connection, JobFilter(), limit=limit)
 
     def page(self, wanted: JobFilter, after: str | None = None, limit: int = 50) -> Page:
         """Return the page of *limit* jobs that begins after the cursor *after*, newest first.

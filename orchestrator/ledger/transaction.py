@@ -9,9 +9,9 @@ from orc.orchestrator.ledger import sealed_secrets
 from orc.orchestrator.ledger.database import Connection
 from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.lifecycle import Event, IllegalTransition, Kind, Position, advance
+from orc.orchestrator.ledger.outbox import announce
 from orc.orchestrator.ledger.queries import read_failed_hosts, read_jobs, read_reservations
 from orc.orchestrator.ledger.records import JobRecord, NewJob, Reservation, dump
-from orc.orchestrator.ledger.subscriptions import announce
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Placement
@@ -36,12 +36,12 @@ class Transaction:
         *,
         owner: str | None = None,
         claim_expires_at: float | None = None,
-        sealed: str = "",
+        ciphertext: str = "",
         request: str = "",
     ) -> JobRecord:
         """Return a new job without an attempt, which has to wait for *reason*, claimed by *owner* if given.
 
-        *sealed* is the ciphertext of its secrets, *request* the digest of the key of the request that makes it.
+        *ciphertext* is that of its secrets, *request* the digest of the key of the request that makes it.
         """
         self.connection.execute(
             "INSERT INTO jobs (id, name, cluster, backend, state, reason, attempt, revision, created_at, updated_at, "
@@ -78,8 +78,8 @@ class Transaction:
         told = {"cluster": job.cluster, "source": job.source, "origin": job.origin}
         if request:
             told["request"] = request
-        if sealed:
-            sealed_secrets.put(self.connection, job.id, sealed, self.now)
+        if ciphertext:
+            sealed_secrets.put(self.connection, job.id, ciphertext, self.now)
         events = [Event(Kind.QUEUED, None, told)]
         if reason:
             events.append(Event(Kind.WAITING, None, {"reason": reason}))

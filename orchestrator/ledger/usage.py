@@ -1,4 +1,4 @@
-"""Usage: the attempts that have run on nodes, for reports of hours and costs."""
+"""Usage: the attempts that have run on nodes, for reports of hours and costs; quotas of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orc.orchestrator.ledger.database import Connection
+
+
+class Quota(NamedTuple):
+    """Limit of one resource."""
+
+    scope: str  # user, project
+    name: str
+    resource: str  # gpus, jobs, cost
+    amount: float
+
+
+def all_quotas(connection: Connection) -> list[Quota]:
+    """Return all quotas."""
+    rows = connection.tuples("SELECT scope, name, resource, amount FROM quotas ORDER BY scope, name, resource")
+    return [Quota(*row) for row in rows]
+
+
+def put_quota(connection: Connection, quota: Quota) -> None:
+    """Store a quota, in place of the one that there may be."""
+    connection.execute(
+        "INSERT INTO quotas (scope, name, resource, amount) VALUES (:scope, :name, :resource, :amount) "
+        "ON CONFLICT (scope, name, resource) DO UPDATE SET amount = excluded.amount",
+        quota._asdict(),
+    )
+
+
+def remove_quota(connection: Connection, scope: str, name: str, resource: str) -> bool:
+    """Forget a quota; False where there is none."""
+    gone = "DELETE FROM quotas WHERE scope = :scope AND name = :name AND resource = :resource"
+    return connection.execute(gone, {"scope": scope, "name": name, "resource": resource}) == 1
+
 
 _ROWS = 2000  # of one query: specifications are long
 

@@ -1,26 +1,113 @@
-"""Delivery: due messages of the outbox are sent, at least once, by the process that takes them first."""
+"""Delivery: due messages of the outbox are written and sent, at least once, by the process that takes them first."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
+import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.message import EmailMessage
+from email.utils import format_datetime
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import LaunchError
 from orc.launchers.secrets import resolve_secrets
 from orc.orchestrator.ledger import outbox
 from orc.orchestrator.ledger.outbox import Notification
-from orc.orchestrator.notifications import message
 from orc.orchestrator.notifications.sending import TOTAL_S, Undelivered, post, send_mail
-from orc.orchestrator.notifications.settings import Settings, load_settings
-from orc.orchestrator.notifications.targets import Policy, Secrets, Target, Undeliverable, shown, target_of
+from orc.orchestrator.notifications.targets import (
+    Policy,
+    Secrets,
+    Settings,
+    Target,
+    Undeliverable,
+    load_settings,
+    shown,
+    target_of,
+)
 
 if TYPE_CHECKING:
     from orc.orchestrator.ledger.store import Ledger
+
+
+_WORDS = {
+    "start": "runs",
+    "success": "has succeeded",
+    "failure": "has failed",
+    "cancelled": "was cancelled",
+    "requeue": "goes back into the queue",
+    "stall": "has stalled",
+    "test": "is a test of this target",
+}
+_REASON_LENGTH = 1500
+
+
+def headline(payload: Mapping[str, Any]) -> str:
+    """Return one line: ``digits-k3f9a2 has failed on gpu``."""
+    where = f" on {payload['cluster']}" if payload.get("cluster") else ""
+    return escape_controls(f"{payload['job']} {_WORDS.get(payload['event'], payload['event'])}{where}")
+
+
+def details(payload: Mapping[str, Any]) -> list[str]:
+    """Return the lines below the headline."""
+    found = [
+        f"{name}: {payload[name]}" for name in ("name", "owner", "project", "attempt", "state") if payload.get(name)
+    ]
+    if reason := str(payload.get("reason") or ""):
+        found.append(f"reason: {reason[:_REASON_LENGTH]}")
+    return [escape_controls(line) for line in found]
+
+
+def webhook_body(payload: Mapping[str, Any]) -> bytes:
+    """Return the JSON that a webhook gets: the payload, and its headline as ``text``."""
+    return json.dumps({**payload, "text": headline(payload)}, sort_keys=True).encode()
+
+
+def signature(key: str, message_id: str, timestamp: int, body: bytes) -> str:
+    """Return the signature of Standard Webhooks: HMAC-SHA-256 over id, time and body, in base64.
+
+    A *key* that begins with ``whsec_`` is base64 behind that, as the libraries of Standard Webhooks expect it; any
+    other is taken as it is.
+    """
+    secret = base64.b64decode(key.removeprefix("whsec_")) if key.startswith("whsec_") else key.encode()
+    signed = f"{message_id}.{timestamp}.".encode() + body
+    return "v1," + base64.b64encode(hmac.new(secret, signed, hashlib.sha256).digest()).decode()
+
+
+def slack_body(payload: Mapping[str, Any]) -> bytes:
+    """Return the JSON that Slack and what is compatible with it gets: a bold headline, lines below."""
+    lines = [f"*{_plain(headline(payload))}*", *(_plain(line) for line in details(payload))]
+    return json.dumps({"text": "\n".join(lines)}).encode()
+
+
+def _plain(text: str) -> str:
+    """Return *text* so that Slack shows it as it is: no link, mention or channel comes out of a job's name."""
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return "".join(f"{c}​" if c in "*_~`" else c for c in escaped)
+
+
+def mail(payload: Mapping[str, Any], message_id: str, sender: str, to: tuple[str, ...], at: float) -> EmailMessage:
+    """Return the e-mail. Its Message-ID is that of the notification: a second copy is known as one."""
+    message = EmailMessage()
+    message["Subject"] = f"[orc] {headline(payload)}".replace("\n", " ")[:200]
+    message["From"] = sender
+    message["To"] = ", ".join(to)
+    message["Date"] = format_datetime(datetime.fromtimestamp(at, UTC))
+    message["Message-ID"] = f"<{message_id}@orc.invalid>"
+    message["X-Orc-Id"] = message_id
+    message["Auto-Submitted"] = "auto-generated"
+    text = "\n".join([headline(payload), "", *details(payload), "", f"orc status {payload['job']}"])
+    message.set_content(text + "\n")
+    return message
+
 
 MAX_TRIES = 12  # with these pauses, over about two and a half hours
 FIRST_PAUSE_S = 5.0
@@ -107,13 +194,13 @@ def send(target: Target, payload: dict[str, object], message_id: str, now: float
     """Notify *target*. Raises `Undelivered`, or `Undeliverable` where it makes no sense to try again."""
     payload = {**payload, "id": message_id}
     if target.kind == "email" and target.mail:
-        send_mail(target, message.mail(payload, message_id, target.mail.sender, target.to, now))
+        send_mail(target, mail(payload, message_id, target.mail.sender, target.to, now))
         return
-    body = message.slack_body(payload) if target.kind == "slack" else message.webhook_body(payload)
+    body = slack_body(payload) if target.kind == "slack" else webhook_body(payload)
     headers = {"content-type": "application/json", "user-agent": "orc", "webhook-id": message_id}
     headers["webhook-timestamp"] = str(int(now))
     if target.key:
-        headers["webhook-signature"] = message.signature(target.key, message_id, int(now), body)
+        headers["webhook-signature"] = signature(target.key, message_id, int(now), body)
     post(target, body, headers)
 
 

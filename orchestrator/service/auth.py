@@ -8,10 +8,9 @@ from typing import Annotated, TypeVar
 import anyio.to_thread
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyCookie, HTTPBearer
-from pydantic import BaseModel
 
 from orc.orchestrator.api import tokens
-from orc.orchestrator.api.rights import RIGHTS, Kind, Reader, reader_of, shown_kinds
+from orc.orchestrator.api.rights import RIGHTS, Kind, Principal, Reader, shown_kinds
 from orc.orchestrator.client import Client, JobNotFound
 from orc.orchestrator.clients.errors import GroupNotFound
 from orc.orchestrator.ledger import groups, schedules
@@ -29,26 +28,6 @@ _bearer = HTTPBearer(auto_error=False, description="A token of `orc token create
 _cookie = APIKeyCookie(
     name=COOKIE, auto_error=False, description="The token as a session of the web page; set by POST /api/v1/login"
 )
-
-
-class Principal(BaseModel):
-    """Holder of a valid token, who sends a request."""
-
-    user: str
-    role: str
-    token_id: str
-
-    def has_role(self, role: str) -> bool:
-        """Return True when this role includes *role*."""
-        return tokens.ROLES.index(self.role) >= tokens.ROLES.index(role)
-
-    def may_see(self, kind: Kind, owner: str = "") -> bool:
-        """Return True when what is of *kind* and belongs to *owner* may be seen."""
-        return reader_of(self.user, self.role, owner) in RIGHTS[kind]
-
-    def may_change(self, owner: str) -> bool:
-        """Return True when what belongs to *owner* may be changed: by an admin, or by its owner in the role user."""
-        return self.role == "admin" or (self.role == "user" and self.user == owner)
 
 
 def public(endpoint: _ENDPOINT) -> _ENDPOINT:
@@ -91,7 +70,7 @@ def authenticate(service: Service, token: str, address: str) -> Principal:
     if record is None:
         service.rates.refuse_guessing(address)
         raise _unauthorized("this token does not count: it is unknown, expired or revoked")
-    return Principal(user=record.user, role=record.role, token_id=record.id)
+    return Principal(record.user, record.role, record.id)
 
 
 def _unauthorized(what: str) -> ApiError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,43 +23,13 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from orc.launchers.snapshot.content_store import ContentStore
-    from orc.orchestrator.client import Client
     from orc.orchestrator.ledger.store import Ledger
-
-
-def missing_contents(store: ContentStore, ledger: Ledger, user: str, hashes: Sequence[str]) -> list[str]:
-    """Return those of *hashes* whose contents *user* has to send, each once: they are not in *store*, or the user has
-    never had them, as far as is known. Which of the two it is, nobody is told.
-    """
-    wanted = list(dict.fromkeys(hashes))
-    known = held_by(ledger, user, wanted)
-    return [one for one in wanted if one not in known or not _is_there(store, one)]
-
-
-def missing_trees(client: Client, user: str, digests: Sequence[str]) -> list[str]:
-    """Return those of the trees *digests* that *user* has to send; those that are here stay for a while."""
-    known = held_by(client.workspace.ledger, user, digests)
-    return [digest for digest in digests if digest not in known or not client.workspace.store.use(digest)]
-
-
-def held_by(ledger: Ledger, user: str, digests: Sequence[str]) -> set[str]:
-    """Return those of *digests* whose contents *user* is known to have had."""
-    with ledger.database.read() as connection:
-        return content_holders.held(connection, user, digests)
 
 
 def note_holder(ledger: Ledger, user: str, digests: Sequence[str]) -> None:
     """Remember that *user* has what *digests* name. Raises `LedgerError`."""
     with ledger.transaction() as tx:
         content_holders.add(tx.connection, user, digests, tx.now)
-
-
-def _is_there(store: ContentStore, sha256: str) -> bool:
-    try:
-        status = os.lstat(f"{store.root}/cas/{sha256}")
-    except OSError:
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_mtime_ns == CONTENT_TIME_NS
 
 
 class ReceivedContents:

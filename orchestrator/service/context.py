@@ -15,7 +15,7 @@ from orc.orchestrator.service.request_rates import RequestRates
 from orc.orchestrator.service.settings import Settings
 
 if TYPE_CHECKING:
-    from orc.orchestrator.engine.driver import DriverStatus
+    from orc.orchestrator.engine.reconciler_threads import ReconcilerStatus
     from orc.orchestrator.service.event_feed import EventFeed
     from orc.orchestrator.service.log_feed import LogFeeds
     from orc.orchestrator.service.metrics import ServiceMetrics
@@ -36,7 +36,7 @@ class Service:
     clock: Callable[[], float] = time.time
     changes: set[str] = field(default_factory=set)  # intents (audit log) of requests that are worked on
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  # no new streams; those that are open end
-    driver_status: Callable[[], DriverStatus | None] = lambda: None  # None: no driver in this process
+    reconciler_status: Callable[[], ReconcilerStatus | None] = lambda: None  # None: no reconciler in this process
 
 
 async def service_of(request: Request) -> Service:

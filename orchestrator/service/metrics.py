@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from orc.orchestrator.engine.driver import DriverStatus
+from orc.orchestrator.engine.reconciler_threads import ReconcilerStatus
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.polls import by_cluster
 from orc.orchestrator.ledger.store import Ledger
@@ -51,10 +51,10 @@ class ServiceMetrics:
             if not self.streams_of[token_id]:
                 del self.streams_of[token_id]
 
-    def text(self, ledger: Ledger, now: float, driver: DriverStatus | None) -> bytes:
+    def text(self, ledger: Ledger, now: float, status: ReconcilerStatus | None) -> bytes:
         """Return all metrics as Prometheus reads them."""
         seen = CollectorRegistry()
-        seen.register(_Of([*ledger_metrics(ledger, now), *pass_metrics(driver)]))
+        seen.register(_Of([*ledger_metrics(ledger, now), *pass_metrics(status)]))
         return generate_latest(self.registry) + generate_latest(seen)
 
 
@@ -92,11 +92,11 @@ def ledger_metrics(ledger: Ledger, now: float) -> list[Metric]:
     return [jobs, tried, age, interval, failing]
 
 
-def pass_metrics(driver: DriverStatus | None) -> list[Metric]:
+def pass_metrics(status: ReconcilerStatus | None) -> list[Metric]:
     """Return the metrics of this process's passes over each cluster: their number, and the seconds of the last."""
     took = GaugeMetricFamily("orc_pass_seconds", "Time of the last pass over a cluster", labels=["cluster"])
     count = CounterMetricFamily("orc_passes", "Passes over a cluster", labels=["cluster"])
-    for cluster in driver.clusters if driver else ():
+    for cluster in status.clusters if status else ():
         took.add_metric([cluster.cluster], cluster.took_s)
         count.add_metric([cluster.cluster], cluster.passes)
     return [took, count]

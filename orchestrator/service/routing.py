@@ -16,14 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from orc.launchers.errors import SpecError
 from orc.orchestrator.api.call import SAFE_METHODS, Bounds, Call, Parameter
-from orc.orchestrator.api.rights import shows
+from orc.orchestrator.api.rights import Principal, shows
 from orc.orchestrator.api.session import Caller
-from orc.orchestrator.client import Client
 from orc.orchestrator.schema import decode, encode
 from orc.orchestrator.service.audit import note_subject
-from orc.orchestrator.service.auth import Principal, PrincipalDep, needs_role
+from orc.orchestrator.service.auth import PrincipalDep, needs_role
 from orc.orchestrator.service.context import Service, ServiceDep
-from orc.orchestrator.service.desk import ServiceDesk
 from orc.orchestrator.service.slow_reads import asks_clusters
 
 _PLACES = {"path": Path, "query": Query, "header": Header}
@@ -57,7 +55,7 @@ def _endpoint(call: Call[Any, Any]) -> Any:
         except (TypeError, ValueError, KeyError) as error:  # what the bounds let through has the types that they say
             raise SpecError("an argument has another form", where=str(error)[:200]) from None
         with service.clients.client(writes=call.writes) as client:
-            session = client.session.on_behalf_of(_caller(request, service, principal, client))
+            session = client.session.on_behalf_of(_caller(request, service, principal))
             result = call.function(session, **arguments)
         return JSONResponse(encode(result), call.status)
 
@@ -79,17 +77,11 @@ def _endpoint(call: Call[Any, Any]) -> Any:
     )
 
 
-def _caller(request: Request, service: Service, principal: Principal, client: Client) -> Caller:
+def _caller(request: Request, service: Service, principal: Principal) -> Caller:
     def note(subject: str, **data: Any) -> None:
         note_subject(request, subject, **data)
 
-    return Caller(
-        principal.user,
-        principal.role,
-        principal.token_id,
-        note,
-        lambda key: ServiceDesk(client, principal, key, service.settings.max_upload),
-    )
+    return Caller(**vars(principal), note=note, max_upload=service.settings.max_upload)
 
 
 def _argument(parameter: Parameter) -> Argument:

@@ -1,4 +1,4 @@
-"""The server: one uvicorn process with the application and, by default, the driver of passes."""
+"""The server: one uvicorn process with the application and, by default, the threads of the reconciler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.api import tokens
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine.driver import STOP_S, Driver
+from orc.orchestrator.engine.reconciler_threads import STOP_S, ReconcilerThreads
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.notifications.deliverer import Deliverer
 from orc.orchestrator.notifications.targets import Policy
@@ -108,7 +108,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop at SIGTERM and SIGINT. uvicorn would send them again at the end, before the driver has stopped."""
+        """Stop at SIGTERM and SIGINT. uvicorn would send them again at the end, before the reconciler has stopped."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -176,14 +176,14 @@ def serve(settings: Settings, open_client: Callable[[], Client], on_listening: C
     stop = threading.Event()
     deliverer = _deliverer(open_client) if settings.reconciler else nullcontext()
     housekeeper = Housekeeper(open_client, settings, service.changes)  # in every service: a lease lets one of them work
-    driver = _start_driver(service, open_client, stop) if settings.reconciler else None
+    reconciler = _start_reconciler(service, open_client, stop) if settings.reconciler else None
     try:
         with deliverer, housekeeper:
             asyncio.run(run_server(server, settings, on_listening))
     finally:
         stop.set()
-        if driver is not None:
-            driver.join(STOP_S + 5.0)
+        if reconciler is not None:
+            reconciler.join(STOP_S + 5.0)
 
 
 async def run_server(server: Server, settings: Settings, on_listening: Callable[[str], None]) -> None:
@@ -226,10 +226,10 @@ def _deliverer(open_client: Callable[[], Client]) -> Deliverer:
     return Deliverer(open_ledger, policy=Policy(service=True), report_line=logger.warning)
 
 
-def _start_driver(service: Service, open_client: Callable[[], Client], stop: threading.Event) -> threading.Thread:
+def _start_reconciler(service: Service, open_client: Callable[[], Client], stop: threading.Event) -> threading.Thread:
     """Return the thread that runs the passes."""
-    driver = Driver(open_client)
-    service.driver_status = lambda: driver.status
-    thread = threading.Thread(target=driver.run, args=(stop,), name="orc-driver", daemon=True)
+    threads = ReconcilerThreads(open_client)
+    service.reconciler_status = lambda: threads.status
+    thread = threading.Thread(target=threads.run, args=(stop,), name="orc-reconciler", daemon=True)
     thread.start()
     return thread

@@ -28,7 +28,7 @@ class SlowReads:
 
     def __init__(self) -> None:
         self._threads = anyio.CapacityLimiter(THREADS)
-        self._turns: dict[str, anyio.CapacityLimiter] = {}  # of tokens that read now
+        self._limiters: dict[str, anyio.CapacityLimiter] = {}  # of tokens that read now
         self._readers: dict[str, int] = {}
 
     async def run(self, token_id: str, read: Callable[[], _Result]) -> _Result:
@@ -37,14 +37,14 @@ class SlowReads:
         if waiting >= _MOST_WAITING:
             raise too_many(1, "too many requests of this token wait for clusters")
         self._readers[token_id] = waiting + 1
-        turns = self._turns.setdefault(token_id, anyio.CapacityLimiter(AT_ONCE))
+        limiter = self._limiters.setdefault(token_id, anyio.CapacityLimiter(AT_ONCE))
         try:
-            async with turns:
+            async with limiter:
                 return await anyio.to_thread.run_sync(read, limiter=self._threads)
         finally:
             self._readers[token_id] -= 1
             if not self._readers[token_id]:
-                del self._readers[token_id], self._turns[token_id]
+                del self._readers[token_id], self._limiters[token_id]
 
 
 def asks_clusters(endpoint: _Endpoint) -> _Endpoint:

@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.api import tokens
-from orc.orchestrator.service.auth import Principal
+from orc.orchestrator.api.rights import Principal
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.errors import ApiError
 from orc.orchestrator.service.request_rates import too_many

@@ -37,9 +37,9 @@ class PeerDisconnected(Exception):
         self.closed = closed
 
 
-def tls_context(token: str, *, hub: bool) -> ssl.SSLContext:
+def tls_context(token: str, *, server: bool) -> ssl.SSLContext:
     """Return the settings of connections between holders of *token*."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if hub else ssl.PROTOCOL_TLS_CLIENT)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False  # the key says who it is, under whatever address
     context.verify_mode = ssl.CERT_REQUIRED
@@ -67,7 +67,7 @@ class Channel:
 
     @classmethod
     async def connected(cls, address: str, port: int, context: ssl.SSLContext) -> Channel:
-        """Return a connection to the hub. Raises `PeerDisconnected`, and `OSError` without an answer."""
+        """Return a connection to the server. Raises `PeerDisconnected`, and `OSError` without an answer."""
         try:
             return cls(*await asyncio.open_connection(address, port, ssl=context, limit=MESSAGE_BYTES))
         except (ssl.SSLError, ConnectionResetError) as error:
@@ -75,7 +75,7 @@ class Channel:
 
     @classmethod
     async def accepted(cls, sock: socket.socket, context: ssl.SSLContext) -> Channel:
-        """Return the connection of a joiner. Raises `OSError` for one without the token."""
+        """Return the connection of a client. Raises `OSError` for one without the token."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the handshake waits 40 ms for a confirmation
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=MESSAGE_BYTES)

@@ -1,6 +1,6 @@
 """Endpoint of the link: keeps the records of an attempt in step between hosts without a shared file system.
 
-A process of its own that knows no more of the agent than the files of the attempt directory. Node 0's is the *hub*,
+A process of its own that knows no more of the agent than the files of the attempt directory. Node 0's is the *server*,
 the others *join* it. Each side sends the newest content of the files that the other one needs, and after a cut all of
 them again: a record that arrives twice changes nothing, and what waits to be sent is a set of names, however long the
 cut.
@@ -33,7 +33,7 @@ GONE_S = 6.0  # a closed or refused connection that stays so is an agent that ha
 
 
 class LinkEndpoint(ABC):
-    """The part that the hub and a joiner have in common: one event loop, one look at the files every `SCAN_S`."""
+    """The part that the server and a client have in common: one event loop, one look at the files every `SCAN_S`."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.node = int(settings["node"])
@@ -54,7 +54,7 @@ class LinkEndpoint(ABC):
         self.channels: list[Channel] = []  # after the handshake
         self.gone: dict[int, str] = {}  # peers whose agents have ended without a word, and how that is known
         self.handed_over = False  # a connection has ended after it had carried this node's exit record
-        self.hub_is_over = False  # node 0's exit record has come
+        self.server_is_over = False  # node 0's exit record has come
         self.written_state: dict[str, Any] | None = None
         self.write_at = 0.0
 
@@ -115,7 +115,7 @@ class LinkEndpoint(ABC):
             self.channels.remove(channel)
             channel.writer.close()
             # The other side may go as soon as it has this one's last record, confirmed or not.
-            over = channel.delivered or (by_peer and self.hub_is_over)
+            over = channel.delivered or (by_peer and self.server_is_over)
             if f"node-{self.node}/exit.json" in self.table and over:
                 self.handed_over = True
             self.on_disconnected(channel, why, by_peer)
@@ -154,7 +154,7 @@ class LinkEndpoint(ABC):
         channel.send({"name": name, "record": record})
 
     def queue(self, channel: Channel, names: list[str]) -> None:
-        """Have records sent when their turn comes."""
+        """Have records sent after those before them."""
         channel.pending.update(dict.fromkeys(names))
         channel.due.set()
 
@@ -226,8 +226,8 @@ class LinkEndpoint(ABC):
     def on_disconnected(self, channel: Channel, why: str, by_peer: bool) -> None:
         """React to the end of a connection."""
 
-    def on_refused(self, why: str) -> None:  # noqa: B027 - the hub is refused by nobody
-        """React to the hub going on without this node."""
+    def on_refused(self, why: str) -> None:  # noqa: B027 - the server is refused by nobody
+        """React to the server going on without this node."""
 
     @abstractmethod
     def place(self) -> dict[str, Any]:

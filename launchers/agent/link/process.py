@@ -38,8 +38,8 @@ class Link:
         given = read_json(self.path)
         if given is None or not given.get("token"):
             raise LaunchFailure(f"{self.path} is missing: nodes on several hosts need it to know each other")
-        self.hub = given.get("hub") or node.config.hub
-        if node.node and not self.hub:
+        self.server = given.get("hub") or node.config.hub
+        if node.node and not self.server:
             raise LaunchFailure(f"{self.path} does not say where node 0 is")
         self.given = given
         self.listener: socket.socket | None = None
@@ -50,8 +50,8 @@ class Link:
 
     def listen(self) -> dict[str, Any]:
         """Open the port of node 0, the one that the others were given or any; returns ``{"port", "addresses"}``."""
-        if self.hub:
-            number = int(self.hub["port"])
+        if self.server:
+            number = int(self.server["port"])
         else:
             self.port = Port()
             number = int(self.port.number)
@@ -75,7 +75,7 @@ class Link:
             "heartbeat_s": node.heartbeat_s,
             "peer_timeout_s": node.peer_timeout_s,
             "token": self.given["token"],
-            "hub": self.hub,
+            "hub": self.server,
             "hurry": node.remote_shell,  # its launcher's calls are files that others write
         }
         listener = self.listener
@@ -94,13 +94,13 @@ class Link:
                 node.slots.close()  # the agent's copy counts
             try:
                 if listener is not None:
-                    from orc.launchers.agent.link.hub import Hub  # asyncio: in this process alone
+                    from orc.launchers.agent.link.server import LinkServer  # asyncio: in this process alone
 
-                    Hub(settings, listener).run(woken)
+                    LinkServer(settings, listener).run(woken)
                 else:
-                    from orc.launchers.agent.link.joiner import Joiner
+                    from orc.launchers.agent.link.client import LinkClient
 
-                    Joiner(settings).run(woken)
+                    LinkClient(settings).run(woken)
             except SystemExit:
                 os._exit(0)
 

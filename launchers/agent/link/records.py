@@ -89,7 +89,7 @@ def is_record(name: str) -> bool:
 
 
 def may_send(node: int, name: str) -> bool:
-    """Return whether the joiner *node* may send this to the hub: its own records and what concerns all."""
+    """Return whether the client *node* may send this to the server: its own records and what concerns all."""
     own = OWN.fullmatch(name)
     answer = STACKS.fullmatch(name)
     if own:
@@ -100,7 +100,7 @@ def may_send(node: int, name: str) -> bool:
 
 
 def concerns(node: int, name: str, record: Mapping[str, Any]) -> bool:
-    """Return whether the hub passes this on to the joiner *node*."""
+    """Return whether the server passes this on to the client *node*."""
     own = OWN.fullmatch(name)
     if own:
         return own[1] == "0"

@@ -25,8 +25,8 @@ from orc.launchers.backends.base import (
 from orc.launchers.errors import AmbiguousSubmit, BackendError, NoRoom, RenderError
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
-from orc.launchers.layout import Layout
 from orc.launchers.oldest_python import brings_python, python_problem
+from orc.launchers.paths import Layout
 from orc.launchers.plan import Plan, PlanCommand
 from orc.launchers.strict_modes import VARIABLE
 

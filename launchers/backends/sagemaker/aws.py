@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -19,9 +20,46 @@ from orc.launchers.backends.sagemaker.failures import (
 )
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.names import split_uri
-from orc.launchers.backends.sagemaker.sdk import sdk_module, stock_image
 from orc.launchers.backends.sagemaker.settings import ClusterSettings
 from orc.launchers.errors import BackendError
+
+
+def stock_image(image: Image, where: str) -> str:
+    """Return the URI of a stock image, from the tables of the SDK that is installed. Raises `BackendError`."""
+    framework, version, base = "pytorch", image.pytorch, None
+    if image.transformers:
+        framework, version = "huggingface", image.transformers
+        base = f"pytorch{image.pytorch}" if image.pytorch else None
+    try:
+        return str(
+            sdk_module("sagemaker.core.image_uris").retrieve(
+                framework,
+                image.region,
+                version=version,
+                base_framework_version=base,
+                py_version=image.python,
+                instance_type=image.instance_type,
+                image_scope="training",
+            )
+        )
+    except (ValueError, KeyError) as error:
+        raise BackendError(
+            f"there is no stock image for that: {' '.join(str(error).split())}",
+            where=where,
+            hint="Correct the versions, or give an image_uri.",
+        ) from None
+
+
+def sdk_module(name: str) -> Any:
+    """Import a module of the SDK, or boto3. Raises `BackendError` when it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"clusters of kind sagemaker need the package {error.name or 'sagemaker'}, version 3 of the SDK",
+            hint="Install it: pip install 'orc-launch[aws]'",
+        ) from None
+
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _ATTEMPTS = 8  # botocore backs off between them, under throttling too
@@ -277,13 +315,11 @@ class AwsService:
         with self._errors("sagemaker:DescribeTrainingJob"):
             return resources.TrainingJob.get(name, session=self._session, region=self._region)
 
-    def summaries(self, *, since: float | None = None, name_contains: str = "") -> Iterator[dict[str, Any]]:
+    def summaries(self, *, since: float | None = None) -> Iterator[dict[str, Any]]:
         """Yield jobs, newest first, created after *since* (seconds since the epoch), in pages of a hundred."""
         query: dict[str, Any] = {"SortBy": "CreationTime", "SortOrder": "Descending", "MaxResults": 100}
         if since is not None:
             query["CreationTimeAfter"] = datetime.fromtimestamp(since, UTC)
-        if name_contains:
-            query["NameContains"] = name_contains
         with self._errors("sagemaker:ListTrainingJobs"):
             for page in self._client("sagemaker").get_paginator("list_training_jobs").paginate(**query):
                 yield from page["TrainingJobSummaries"]

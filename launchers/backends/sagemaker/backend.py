@@ -15,10 +15,10 @@ from orc.launchers.backends.base import (
     Observation,
     Placement,
     Snapshot,
-    raise_untold,
+    raise_unreached,
 )
 from orc.launchers.backends.sagemaker.rendering import render_plan
-from orc.launchers.backends.sagemaker.settings import read_cluster_settings, read_settings
+from orc.launchers.backends.sagemaker.settings import ClusterOptions, JobOptions, read_cluster_settings, read_settings
 from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.findings import Finding
 
@@ -37,6 +37,7 @@ class SagemakerBackend(Backend):
     """Attempts as training jobs of one account and region."""
 
     kind = "sagemaker"
+    options_model, job_options_model = ClusterOptions, JobOptions
     visibility_s = 30.0
     lost_after_s = 60.0
     keeps_work = False  # it ends with the containers
@@ -152,13 +153,13 @@ class SagemakerBackend(Backend):
 
         Raises `PartlyUnreachable` for those that were not told: AWS is out of reach, or refuses; the others are.
         """
-        untold: dict[str, LaunchError] = {}
+        unreached: dict[str, LaunchError] = {}
         for handle in handles:
             try:
                 self.aws.stop(handle.native_id)
             except LaunchError as error:
-                untold[handle.marker] = error
-        raise_untold(untold)
+                unreached[handle.marker] = error
+        raise_unreached(unreached)
 
     def reap(self, handle: Handle) -> None:
         """Delete what is private of an attempt whose end SageMaker did not tell; instances end by themselves."""

@@ -42,25 +42,25 @@ def host_order(hosts: Sequence[str]) -> list[str]:
 
 
 def sagemaker_variables(
-    resources: Mapping[str, Any], channels: Mapping[str, Any], hyperparameters: Mapping[str, str], ml: str = ML
+    resources: Mapping[str, Any], channels: Mapping[str, Any], hyperparameters: Mapping[str, str]
 ) -> dict[str, str]:
     """The documented ``SM_*`` variables, which SageMaker's own toolkit would set; everything but text is JSON."""
     hosts = host_order([str(host) for host in resources["hosts"]])
     current = str(resources["current_host"])
     interface = str(resources.get("network_interface_name") or "")
     given = {name: _value(text) for name, text in hyperparameters.items()}
-    inputs = {name: f"{ml}/input/data/{name}" for name in channels}
+    inputs = {name: f"{ML}/input/data/{name}" for name in channels}
     words = [word for name, text in hyperparameters.items() for word in (f"--{name}", str(text))]
     cpus = len(os.sched_getaffinity(0))
     gpus = sum(bool(re.fullmatch(r"nvidia[0-9]+", name)) for name in os.listdir("/dev"))
     values: dict[str, Any] = {
-        "SM_MODEL_DIR": f"{ml}/model",
-        "SM_INPUT_DIR": f"{ml}/input",
-        "SM_INPUT_DATA_DIR": f"{ml}/input/data",
-        "SM_INPUT_CONFIG_DIR": f"{ml}/input/config",
-        "SM_OUTPUT_DIR": f"{ml}/output",
-        "SM_OUTPUT_DATA_DIR": f"{ml}/output/data",
-        "SM_OUTPUT_FAILURE": f"{ml}/output/failure",
+        "SM_MODEL_DIR": f"{ML}/model",
+        "SM_INPUT_DIR": f"{ML}/input",
+        "SM_INPUT_DATA_DIR": f"{ML}/input/data",
+        "SM_INPUT_CONFIG_DIR": f"{ML}/input/config",
+        "SM_OUTPUT_DIR": f"{ML}/output",
+        "SM_OUTPUT_DATA_DIR": f"{ML}/output/data",
+        "SM_OUTPUT_FAILURE": f"{ML}/output/failure",
         "SM_CHANNELS": sorted(channels),
         **{f"SM_CHANNEL_{_variable(name)}": path for name, path in inputs.items()},
         "SM_HPS": given,
@@ -86,15 +86,15 @@ def sagemaker_variables(
             "hosts": hosts,
             "master_hostname": hosts[0],
             "hyperparameters": given,
-            "input_config_dir": f"{ml}/input/config",
+            "input_config_dir": f"{ML}/input/config",
             "input_data_config": dict(channels),
-            "input_dir": f"{ml}/input",
+            "input_dir": f"{ML}/input",
             "job_name": os.environ.get("TRAINING_JOB_NAME", ""),
-            "model_dir": f"{ml}/model",
+            "model_dir": f"{ML}/model",
             "network_interface_name": interface,
             "num_cpus": cpus,
             "num_gpus": gpus,
-            "output_data_dir": f"{ml}/output/data",
+            "output_data_dir": f"{ML}/output/data",
             "resource_config": dict(resources),
         },
     }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.sagemaker.channels import channels, given, own_channel
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.instances import Instance
 from orc.launchers.backends.sagemaker.names import (
@@ -22,8 +21,10 @@ from orc.launchers.containers.layout import ENTRY
 from orc.launchers.errors import RenderError
 
 if TYPE_CHECKING:
+    from orc.launchers.backends.sagemaker.sections import Channel
     from orc.launchers.ids import AttemptId
     from orc.launchers.spec import JobSpec
+
 
 INPUT = "/opt/ml/input/data"
 CHANNEL, ATTEMPT_CHANNEL = "orc", "orc-attempt"
@@ -257,3 +258,77 @@ def _section(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _switch(name: str, value: bool | None) -> dict[str, bool] | None:
     return None if value is None else {name: value}
+
+
+def own_channel(name: str, uri: str) -> dict[str, Any]:
+    """Return an input channel of orc's own."""
+    return {
+        "ChannelName": name,
+        "DataSource": {
+            "S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
+        },
+        "InputMode": "File",
+    }
+
+
+def channels(job: JobSpec, settings: Settings) -> Iterator[dict[str, Any]]:
+    """Return the input channels of the job. Raises `RenderError` for those that SageMaker would refuse."""
+    for name, entry in settings.inputs.items():
+        for what, hint in _wrong(settings, entry):
+            raise RenderError(f"inputs: {name}: {what}", where=job.name, hint=hint)
+        yield _file_system(name, entry, settings) if entry.file_system_id else _objects(name, entry)
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Return a part of the request without the keys that have no value."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _wrong(settings: Settings, entry: Channel) -> Iterator[tuple[str, str]]:
+    mode = entry.input_mode or settings.input_mode
+    if (entry.s3_data or "").startswith("file://"):
+        yield (
+            f"SageMaker cannot read {entry.s3_data}, which is on this machine",
+            "Copy it to S3 (`aws s3 sync`), or run the job here (`--cluster local`).",
+        )
+    if entry.file_system_id and not settings.subnets:
+        yield "a file system is reached from a VPC alone", "Set subnets and security_group_ids to those that see it."
+    if entry.s3_data_type == "AugmentedManifestFile" and mode != "Pipe":
+        yield f"an AugmentedManifestFile is read with input_mode Pipe, not {mode}", "Set input_mode: Pipe for it."
+    if entry.compression == "Gzip" and mode != "Pipe":
+        yield f"SageMaker decompresses with input_mode Pipe, not {mode}", "Leave compression out; the job decompresses."
+
+
+def _file_system(name: str, entry: Channel, settings: Settings) -> dict[str, Any]:
+    return given(
+        ChannelName=name,
+        DataSource={
+            "FileSystemDataSource": {
+                "FileSystemId": entry.file_system_id,
+                "FileSystemAccessMode": entry.file_system_access_mode,
+                "FileSystemType": entry.file_system_type,
+                "DirectoryPath": entry.directory_path,
+            }
+        },
+        ContentType=entry.content_type,
+        # It is mounted, whatever way the other channels come.
+        InputMode="File" if settings.input_mode != "File" else entry.input_mode,
+    )
+
+
+def _objects(name: str, entry: Channel) -> dict[str, Any]:
+    source = given(
+        S3DataType=entry.s3_data_type,
+        S3Uri=entry.s3_data,
+        S3DataDistributionType=entry.distribution,
+        AttributeNames=list(entry.attribute_names) if entry.attribute_names else None,
+    )
+    return given(
+        ChannelName=name,
+        DataSource={"S3DataSource": source},
+        ContentType=entry.content_type,
+        CompressionType=entry.compression,
+        RecordWrapperType=entry.record_wrapping,
+        InputMode=entry.input_mode,
+        ShuffleConfig=None if entry.shuffle_seed is None else {"Seed": entry.shuffle_seed},
+    )

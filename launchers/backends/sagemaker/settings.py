@@ -11,13 +11,13 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, Strict
+from pydantic import ConfigDict, Field, Strict
 from pydantic.fields import FieldInfo
 
 from orc.launchers.backends.sagemaker import readers as read
 from orc.launchers.backends.sagemaker import sections
 from orc.launchers.backends.sagemaker.arguments import ALIASES, ELSEWHERE, REFUSED
-from orc.launchers.backends.sagemaker.tables import read_table
+from orc.launchers.backends.sagemaker.readers import read_table
 from orc.launchers.errors import SpecError
 from orc.launchers.spec.options import FrozenModel, Reader, Word, matching, text, validate_options, whole
 from orc.launchers.spec.source import Document, KeyPath, Placed, document_of
@@ -80,10 +80,9 @@ class ClusterSettings(FrozenModel):
     )
 
 
-class Settings(FrozenModel):
-    """Settings of one training job: the job's own values over the cluster's."""
+class JobOptions(FrozenModel):
+    """Options that clusters and jobs have."""
 
-    place: ClusterSettings = ClusterSettings.model_construct()
     instance_type: Word | None = _key(None, "`ResourceConfig.InstanceType`", "Like ml.p4d.24xlarge.")
     instance_count: Annotated[int, whole(1, MANY)] | None = _key(
         None, "`resources.nodes`", "Number of instances; must agree with the job's nodes."
@@ -182,6 +181,18 @@ class Settings(FrozenModel):
     enable_session_tag_chaining: Truth | None = _key(None, "`SessionChainingConfig`", "Pass tags on.")
 
 
+class Settings(JobOptions):
+    """Settings of one training job: the job's own values over the cluster's."""
+
+    place: ClusterSettings = ClusterSettings.model_construct()
+
+
+class ClusterOptions(ClusterSettings, JobOptions):
+    """``options:`` of a cluster, for editors; the names of the SDK are taken as well."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+
+
 def cluster_fields() -> dict[str, FieldInfo]:
     """Return the keys that only a cluster has."""
     return ClusterSettings.model_fields
@@ -189,7 +200,7 @@ def cluster_fields() -> dict[str, FieldInfo]:
 
 def job_fields() -> dict[str, FieldInfo]:
     """Return the keys that clusters and jobs have."""
-    return {name: field for name, field in Settings.model_fields.items() if name != "place"}
+    return JobOptions.model_fields
 
 
 def known_names() -> list[str]:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.sagemaker.verdict import Job
     from orc.launchers.plan import Plan
 
+
 _log = logging.getLogger(__name__)
 # So many attempts are described one by one; more of them are looked up in lists of a hundred.
 FEW = 10
@@ -237,7 +238,6 @@ class TrainingJobs:
         return {handle: self._judge(handle, job, records.get(handle.marker), now) for handle, job in jobs.items()}
 
     def _judge(self, handle: Handle, job: Job | None, records: AttemptRecords | None, now: float) -> Observation:
-        from orc.launchers.backends.sagemaker.cost import cost_text
         from orc.launchers.backends.sagemaker.verdict import judge
 
         inputs = self._inputs.get(handle.marker)
@@ -311,3 +311,19 @@ class TrainingJobs:
         """From the job's directory, as SageMaker has brought it to S3 last."""
         inputs = self._inputs_of([handle.marker]).get(handle.marker)
         return (self.service.get(f"{inputs.job_uri}/{name}", offset, limit) or b"") if inputs else b""
+
+
+def cost_text(billable_s: int | None, request: Mapping[str, object], prices: Mapping[str, float]) -> str:
+    """``331 billable seconds on 2 × ml.g5.xlarge: 0.26``; empty when nothing was billed (yet).
+
+    *prices* are for one instance and one hour, in whatever currency they are given; without one there is no sum.
+    SageMaker counts billable seconds of spot instances with their savings, so no other price goes with them.
+    """
+    if not billable_s:
+        return ""
+    resources = request.get("ResourceConfig")
+    resources = resources if isinstance(resources, Mapping) else {}
+    count, name = int(resources.get("InstanceCount") or 1), str(resources.get("InstanceType") or "")
+    text = f"{billable_s} billable seconds on {f'{count} × ' if count > 1 else ''}{name}"
+    price = prices.get(name)
+    return text if price is None else f"{text}: {billable_s / 3600 * price * count:.2f}"

@@ -19,7 +19,7 @@ from orc.launchers.agent.records import parse_object
 from orc.launchers.errors import BackendError
 
 if TYPE_CHECKING:
-    from orc.launchers.layout import Layout
+    from orc.launchers.paths import Layout
     from orc.launchers.plan import Plan
 
 RECORD_NAME = "array.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -30,12 +31,19 @@ from orc.launchers.backends.slurm.login import (
     root_of,
 )
 from orc.launchers.backends.slurm.lookup import JobLookup, job_of_owner, of_handles
-from orc.launchers.backends.slurm.options import MEMORY, SlurmOptions, SlurmSettings, read_options, read_settings
+from orc.launchers.backends.slurm.options import (
+    MEMORY,
+    ClusterOptions,
+    SlurmOptions,
+    SlurmSettings,
+    read_options,
+    read_settings,
+)
 from orc.launchers.errors import SpecError
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
-from orc.launchers.layout import Layout
 from orc.launchers.oldest_python import brings_python
+from orc.launchers.paths import Layout
 from orc.launchers.plan import Plan, PlanCommand, PlanFile
 
 if TYPE_CHECKING:
@@ -56,6 +64,7 @@ class SlurmBackend(Backend):
     """Backend of one Slurm cluster. Without *transport* it is entered here, or over SSH to its login node."""
 
     kind = "slurm"
+    options_model, job_options_model = ClusterOptions, SlurmOptions
     passes_artefacts = True
     discovery_options: ClassVar[Mapping[str, tuple[str, str]]] = {
         "login": ("[USER@]HOST", "Login node, reached over SSH; this machine unless given."),
@@ -326,7 +335,6 @@ class SlurmBackend(Backend):
         with a status that looks like the program's.
         """
         from orc.launchers.agent.records import MOST_NODES, parse_record
-        from orc.launchers.backends.slurm.exec import entries
 
         self._client.queue((handle.native_id,))
         directory = self._lookup.directory(handle.marker)
@@ -394,3 +402,36 @@ def _evidence(records: AttemptRecords) -> AgentEvidence:
 
 def _json(data: Mapping[str, Any]) -> bytes:
     return json.dumps(data).encode() + b"\n"
+
+
+def entries(
+    settings: SlurmSettings, job_id: str, directory: str, components: Sequence[int], python: str
+) -> list[NodeEntry]:
+    """Return the ways to the nodes of the Slurm job *job_id*, in node order. *components* are node counts."""
+    places: list[tuple[str, ...]] = []
+    for component, nodes in enumerate(components):
+        group = (f"--het-group={component}",) if len(components) > 1 else ()
+        places += [(*group, f"--relative={node}") for node in range(nodes)]
+    return [_entry(settings, job_id, directory, node, place, python) for node, place in enumerate(places)]
+
+
+def _entry(
+    settings: SlurmSettings, job_id: str, directory: str, node: int, place: tuple[str, ...], python: str
+) -> NodeEntry:
+    conf = ("env", f"SLURM_CONF={settings.conf}") if settings.conf else ()
+    srun: tuple[str, ...] = (*conf, settings.program("srun"), f"--jobid={job_id}", "--overlap", "--quiet")
+    if "_" in job_id:  # srun knows an element of an array by its own number only
+        asked = shlex.join((settings.program("squeue"), "--noheader", "--array", f"--jobs={job_id}", "--format=%A"))
+        step = f'exec {shlex.quote(settings.program("srun"))} --jobid="$({asked})" --overlap --quiet "$@"'
+        srun = (*conf, "/bin/sh", "-c", step, "sh")
+    where = ("--nodes=1", "--ntasks=1", *place)
+    plain_step, shell = (*srun, *where, "--unbuffered"), (*srun, *where, "--pty")
+    if settings.login is None:
+        return NodeEntry(node, f"node {node}", directory, python, plain_step, shell)
+    from orc.launchers.remote.ssh.hosts import ssh_argv
+
+    spec, access = settings.login.spec(), settings.access
+    # The login node's shell reads what follows its name, word by word.
+    plain = (*ssh_argv(spec, access, terminal=False), *map(shlex.quote, plain_step))
+    terminal = (*ssh_argv(spec, access, terminal=True), *map(shlex.quote, shell))
+    return NodeEntry(node, f"node {node}", directory, python, plain, terminal, through_shell=True)

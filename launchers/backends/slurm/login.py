@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from orc.launchers.backends.slurm.options import SlurmSettings
     from orc.launchers.ids import AttemptId
-    from orc.launchers.layout import Layout
+    from orc.launchers.paths import Layout
     from orc.launchers.remote.transport import Transport
     from orc.launchers.spec.clusters import Cluster
 

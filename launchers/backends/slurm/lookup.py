@@ -16,7 +16,7 @@ from orc.launchers.ids import AttemptId
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
     from orc.launchers.backends.slurm.queue_rows import JobRow
-    from orc.launchers.layout import Layout
+    from orc.launchers.paths import Layout
     from orc.launchers.remote.transport import Transport
 
 KIND = "slurm"

@@ -16,7 +16,7 @@ from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachab
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
     from orc.launchers.backends.slurm.options import SlurmSettings
-    from orc.launchers.layout import Layout
+    from orc.launchers.paths import Layout
     from orc.launchers.plan import Plan
     from orc.launchers.remote.transport import Transport
 

@@ -20,12 +20,12 @@ from orc.launchers.backends.base import (
     Placement,
     Snapshot,
     cancel_request,
-    raise_untold,
+    raise_unreached,
     require_secrets,
 )
 from orc.launchers.backends.ssh import placement as placing
 from orc.launchers.backends.ssh.rendering import hosts_of, render_plan
-from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, Settings, read_settings
+from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, JobOptions, Options, Settings, read_settings
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
 from orc.launchers.findings import Finding
 from orc.launchers.oldest_python import brings_python
@@ -47,6 +47,7 @@ class SshBackend(Backend):
     """Jobs on the hosts of one cluster, which are reached through *open_all* (SSH unless given)."""
 
     kind = "ssh"
+    options_model, job_options_model = Options, JobOptions
     passes_artefacts = True
     logs_in = True
     visibility_s = 10.0
@@ -69,7 +70,7 @@ class SshBackend(Backend):
         from orc.launchers.backends.ssh.hosts import HostConnections
 
         def open_all() -> Mapping[str, Transport]:
-            from orc.launchers.backends.ssh.transports import open_transports
+            from orc.launchers.backends.ssh.hosts import open_transports
 
             return open_transports(self.cluster)
 
@@ -287,7 +288,7 @@ class SshBackend(Backend):
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Return OpenSSH command lines, with the options of the cluster."""
-        from orc.launchers.remote.ssh.client import ssh_argv
+        from orc.launchers.remote.ssh.hosts import ssh_argv
 
         access = self.settings.options.access
         return [
@@ -314,13 +315,13 @@ class SshBackend(Backend):
         Raises `PartlyUnreachable` for the attempts none of whose hosts could be reached; the others are cancelled.
         """
         results = self._on_each(handles, "cancel", {"request": cancel_request(grace)})
-        untold: dict[str, LaunchError] = {}
+        unreached: dict[str, LaunchError] = {}
         for handle in handles:
             told = [results[name] for name in handle.hosts]
             errors = [result for result in told if isinstance(result, LaunchError)]
             if len(errors) == len(told):
-                untold[handle.marker] = errors[0]
-        raise_untold(untold)
+                unreached[handle.marker] = errors[0]
+        raise_unreached(unreached)
 
     def reap(self, handle: Handle) -> None:
         """End whatever an attempt that is over may have left on the hosts that answer."""

@@ -156,7 +156,7 @@ def own_nodes(before: dict[str, Any], request: dict[str, Any]) -> set[int]:
 
 
 def start(request: dict[str, Any]) -> None:
-    """Write the address of the hub, and become the program that starts the agent; that one gives the answer."""
+    """Write the link's address, and become the program that starts the agent; that one gives the answer."""
     directory = os.path.expanduser(request["directory"])
     argv = [os.path.expanduser(word) for word in request["argv"]]
     for path in (directory, *(word for word in argv[1:4] if word.startswith("/"))):  # its orders, and its code

@@ -34,7 +34,7 @@ def _names(value: Any) -> str:
 class Host(Machine):
     """Host in clusters.yaml. What is `None` is the cluster's, and then that of ``~/.ssh/config``."""
 
-    name: Annotated[str, Reader(_names)] = Field(description="What it is called here, and in ~/.ssh/config.")
+    name: Annotated[str, Reader(_names, str)] = Field(description="What it is called here, and in ~/.ssh/config.")
     slots: Slots | None = Field(None, description="Processes (or GPUs) for jobs; 0: one job at a time.")
     labels: Labels = Field((), description="What jobs can ask for.")
     root: PathText | None = Field(None, description="orc's files there.")

@@ -13,7 +13,7 @@ from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
 from orc.launchers.backends.ssh.status import HostStatus
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
 from orc.launchers.ids import AttemptId
-from orc.launchers.layout import Layout
+from orc.launchers.paths import Layout
 from orc.launchers.remote.programs import Program
 from orc.launchers.remote.transport import disk_hint
 from orc.launchers.strict_modes import VARIABLE
@@ -21,6 +21,8 @@ from orc.launchers.strict_modes import VARIABLE
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.settings import Settings
     from orc.launchers.remote.transport import Transport
+    from orc.launchers.spec.clusters import Cluster
+
 
 T = TypeVar("T")
 Open = Callable[[], Mapping[str, "Transport"]]
@@ -134,3 +136,17 @@ class HostConnections:
                     status = HostStatus(name, result[0][marker], ahead_s=result[1])
                 seen.setdefault(marker, {})[name] = status
         return seen
+
+
+def open_transports(cluster: Cluster) -> dict[str, Transport]:
+    """Return the transports of the cluster's hosts by name. They connect when they are first used.
+
+    They share jump hosts; close each when done. Raises `SpecError` when the cluster's options are wrong.
+    """
+    from orc.launchers.backends.ssh.settings import read_settings
+    from orc.launchers.remote.ssh.pool import ConnectionPool
+    from orc.launchers.remote.ssh.transport import SshTransport
+
+    settings = read_settings(cluster)
+    pool = ConnectionPool(settings.options.access)
+    return {name: SshTransport(settings.spec(name), pool) for name in settings.names}

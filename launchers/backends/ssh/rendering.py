@@ -12,7 +12,7 @@ from orc.launchers.agent.config import AgentConfig
 from orc.launchers.attempts.agent_config import agent_config, agent_file
 from orc.launchers.backends.ssh.placement import capacity
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, Settings
-from orc.launchers.layout import Layout
+from orc.launchers.paths import Layout
 from orc.launchers.plan import Plan, PlanCommand, PlanFile
 
 if TYPE_CHECKING:

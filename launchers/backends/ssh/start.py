@@ -40,10 +40,10 @@ def start(hosts: HostConnections, plan: Plan, secrets: Mapping[str, str]) -> Non
         return
     held: list[str] = []  # hosts whose agents run, or may run
     try:
-        hub = _start_one(hosts, plan.commands[0], 0, plan.marker, {"token": token})
+        server = _start_one(hosts, plan.commands[0], 0, plan.marker, {"token": token})
         held.append(names[0])
         others = dict(zip(names[1:], plan.commands[1:], strict=True))
-        link = _link(token, hub)
+        link = _link(token, server)
         results = hosts.each(others, lambda name: _start_one(hosts, others[name], names.index(name), plan.marker, link))
         held += [name for name, result in results.items() if not _is_refusal(result)]
         for result in results.values():
@@ -179,5 +179,5 @@ def _start_one(hosts: HostConnections, command: PlanCommand, node: int, marker: 
     return answer
 
 
-def _link(token: str, hub: Mapping[str, Any]) -> Link:
-    return {"token": token, "hub": {"port": hub.get("port"), "addresses": list(hub.get("addresses") or ())}}
+def _link(token: str, server: Mapping[str, Any]) -> Link:
+    return {"token": token, "hub": {"port": server.get("port"), "addresses": list(server.get("addresses") or ())}}

@@ -28,18 +28,18 @@ from orc.launchers.backends.base import (
     Phase,
     Placement,
     Snapshot,
-    raise_untold,
+    raise_unreached,
     require_secrets,
 )
 from orc.launchers.backends.ssh.rendering import hosts_of
 from orc.launchers.backends.tpu import accelerators, lifecycle, request
 from orc.launchers.backends.tpu.lifecycle import Create, Ended, Node, Provisioning, Ready, Restarting, State, ZoneStatus
+from orc.launchers.backends.tpu.listing import Poller
 from orc.launchers.backends.tpu.pods import Pods
-from orc.launchers.backends.tpu.poller import Poller
 from orc.launchers.backends.tpu.provision import request_tpu, require_own
 from orc.launchers.backends.tpu.rendering import render_plan
 from orc.launchers.backends.tpu.request import TpuLocation
-from orc.launchers.backends.tpu.settings import Settings, read_settings
+from orc.launchers.backends.tpu.settings import JobOptions, Options, Settings, read_settings
 from orc.launchers.backends.tpu.workers import directory_of, has_started, worker_name
 from orc.launchers.errors import (
     AmbiguousSubmit,
@@ -70,6 +70,7 @@ class TpuBackend(Backend):
     """Backend of the TPUs of one project: one for each attempt, unless the options name one."""
 
     kind = "tpu"
+    options_model, job_options_model = Options, JobOptions
     visibility_s = 15.0
 
     def __init__(self, cluster: Cluster, *, state_dir: Path | None = None) -> None:
@@ -317,10 +318,10 @@ class TpuBackend(Backend):
         return self._settle(handle)
 
     def _settle(self, handle: Handle) -> Observation:
-        from orc.launchers.backends.tpu.teardown import settle
+        from orc.launchers.backends.tpu.teardown import Teardown
 
-        location = TpuLocation.parse(handle.native_id)
-        return settle(self, handle, self._list([location]).statuses(location))
+        timeout_s = self.settings.options.delete_timeout
+        return Teardown(self.cluster.name, timeout_s, self.api, self._pods).settle(self._local(handle), handle)
 
     # -- logs
 
@@ -381,7 +382,7 @@ class TpuBackend(Backend):
             return
         statuses = self._statuses(handles, anew=True)
         results = each({h.marker: h for h in handles}, lambda h: self._cancel(h, statuses[h.marker], grace))
-        raise_untold({marker: error for marker, error in results.items() if isinstance(error, LaunchError)})
+        raise_unreached({marker: error for marker, error in results.items() if isinstance(error, LaunchError)})
 
     def _cancel(self, handle: Handle, statuses: Sequence[ZoneStatus], grace: timedelta) -> None:
         local, location = self._local(handle), TpuLocation.parse(handle.native_id)
@@ -419,7 +420,7 @@ class TpuBackend(Backend):
 
     def leftovers(self, live: Collection[str], over: Collection[str]) -> list[Leftover]:
         """Return TPUs with orc's label in the zones of the cluster."""
-        from orc.launchers.backends.tpu.cleanup import leftovers
+        from orc.launchers.backends.tpu.teardown import leftovers
 
         return leftovers(self._list([self._all_zones]), live, over, now=time.time())
 
@@ -429,7 +430,7 @@ class TpuBackend(Backend):
 
     def _end_idle(self) -> None:
         """Delete TPUs whose idle time is over. A deletion that fails is left to a later pass."""
-        from orc.launchers.backends.tpu.cleanup import idle_for_too_long
+        from orc.launchers.backends.tpu.teardown import idle_for_too_long
 
         if self.settings.options.on_finish != "idle" or time.monotonic() - self._idle_listed_at < _IDLE_CHECK_S:
             return

@@ -20,7 +20,7 @@ from orc.launchers.attempts.records import AttemptExit
 from orc.launchers.backends.base import Cause, Handle, LogChunk, Observation, Phase
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import AttemptId
-from orc.launchers.layout import Layout
+from orc.launchers.paths import Layout
 from orc.launchers.remote import files
 
 if TYPE_CHECKING:

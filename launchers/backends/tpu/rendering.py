@@ -19,7 +19,7 @@ from orc.launchers.backends.tpu import accelerators, request
 from orc.launchers.backends.tpu.settings import for_job
 from orc.launchers.backends.tpu.workers import Workers, ssh_cluster, worker_name
 from orc.launchers.errors import RenderError
-from orc.launchers.layout import Layout
+from orc.launchers.paths import Layout
 from orc.launchers.plan import Plan, PlanFile
 
 if TYPE_CHECKING:

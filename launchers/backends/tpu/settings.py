@@ -124,21 +124,15 @@ class ServiceAccount(FrozenModel):
     )
 
 
-class Options(FrozenModel):
-    """``options:`` of a cluster of kind tpu."""
+class JobOptions(FrozenModel):
+    """Options that a job has, over those of its cluster: ``resources.options.tpu``."""
 
-    project: Annotated[str, matching(_PROJECT, "a project id", "my-project-1234")] = Field(
-        description="The Google Cloud project."
-    )
     zones: Annotated[tuple[Zone, ...], several] = Field(description="Where to look for capacity, in this order.")
-    accelerator_type: Annotated[str, Reader(_accelerator)] = Field(
+    accelerator_type: Annotated[str, Reader(_accelerator, str)] = Field(
         description="v4-16, or v4: then resources.nodes gives the size."
     )
     runtime_version: Annotated[str, matching(r"[a-z0-9][a-z0-9.-]*", "a runtime version", "tpu-ubuntu2204-base")] = (
         Field("tpu-ubuntu2204-base", description="The software on the worker machines.")
-    )
-    name: Annotated[str, matching(_NODE, "the name of a TPU", "my-tpu")] | None = Field(
-        None, description="A TPU that exists and is used as it is, never deleted."
     )
     queued: Flag = Field(True, description="Ask with a queued resource; false: create the node at once.")
     spot: Flag = Field(False, description="Capacity that may be taken away.")
@@ -147,24 +141,35 @@ class Options(FrozenModel):
     valid_until: Annotated[Number, seconds(60, 30 * _DAY)] | None = Field(
         None, description="How long a request waits in one zone before the next is tried."
     )
+    labels: Annotated[dict[str, str], Reader(_labels)] = Field({}, description="Labels of the TPU.")
+    startup_script: Annotated[str, Reader(_text, str)] | None = Field(
+        None, description="Text that each worker runs at boot."
+    )
+    data_disks: Annotated[tuple[Disk, ...], several] = Field((), description="Disks to attach.")
+    on_finish: Literal["delete", "keep", "idle"] = Field(
+        "delete", description="What becomes of the TPU after the attempt."
+    )
+    idle_timeout: Annotated[Number, seconds(60, 30 * _DAY)] = Field(1800.0, description="For on_finish: idle.")
+
+
+class Options(JobOptions):
+    """``options:`` of a cluster of kind tpu."""
+
+    project: Annotated[str, matching(_PROJECT, "a project id", "my-project-1234")] = Field(
+        description="The Google Cloud project."
+    )
+    name: Annotated[str, matching(_NODE, "the name of a TPU", "my-tpu")] | None = Field(
+        None, description="A TPU that exists and is used as it is, never deleted."
+    )
     network: Argument | None = Field(None, description="VPC network.")
     subnetwork: Argument | None = Field(None, description="VPC subnetwork.")
     external_ips: Flag = Field(True, description="Whether the workers get external addresses.")
     internal: Flag = Field(False, description="Log in by internal addresses although there are external ones.")
     tags: Annotated[tuple[Argument, ...], several] = Field((), description="Network tags.")
-    labels: Annotated[dict[str, str], Reader(_labels)] = Field({}, description="Labels of the TPU.")
     metadata: Annotated[dict[str, str], Reader(_metadata)] = Field({}, description="Metadata of the workers.")
-    startup_script: Annotated[str, Reader(_text)] | None = Field(
-        None, description="Text that each worker runs at boot."
-    )
-    data_disks: Annotated[tuple[Disk, ...], several] = Field((), description="Disks to attach.")
     service_account: ServiceAccount | None = Field(
         None, description="Identity of the workers; the project's default unless given."
     )
-    on_finish: Literal["delete", "keep", "idle"] = Field(
-        "delete", description="What becomes of the TPU after the attempt."
-    )
-    idle_timeout: Annotated[Number, seconds(60, 30 * _DAY)] = Field(1800.0, description="For on_finish: idle.")
     provision_timeout: Annotated[Number, seconds(1, 7 * _DAY)] = Field(
         1800.0, description="A TPU that is still being created after this is given up."
     )
@@ -219,11 +224,7 @@ class Options(FrozenModel):
         return self
 
 
-# What a job may decide for itself.
-JOB_KEYS = (
-    *("zones", "accelerator_type", "runtime_version", "queued", "spot", "reserved", "reservation"),
-    *("valid_until", "labels", "startup_script", "data_disks", "on_finish", "idle_timeout"),
-)
+JOB_KEYS = tuple(JobOptions.model_fields)  # what a job may decide for itself
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
         """Connect and log in, unless that is done. Raises `BackendUnreachable` (`HostAccessError`)."""
         asked = time.monotonic()
         with self.opening:
-            if self.failed_at > asked:  # while we waited for our turn: a jump host that is down is tried once for all
+            if self.failed_at > asked:  # while we waited for the others: a jump host that is down is tried once for all
                 raise type(self.failure)(self.failure.what, where=self.failure.where, hint=self.failure.hint)
             try:
                 self._open_patiently()
@@ -65,7 +65,7 @@ class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
             try:
                 self._open()
             except ServerBusy:
-                # Some sessions at a time must be enough for it (MaxStartups of sshd): others wait for their turn.
+                # Some sessions at a time must be enough for it (MaxStartups of sshd): others wait.
                 pause = random.uniform(0.1, 0.6)  # noqa: S311 - nothing secret about it
                 if time.monotonic() + pause > deadline:
                     raise

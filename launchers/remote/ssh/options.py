@@ -43,13 +43,15 @@ def jump_hosts(value: Any) -> str:
     return text
 
 
-HostName = Annotated[str, Reader(host_name)]
-UserName = Annotated[str, Reader(user_name)]
-JumpHosts = Annotated[str, Reader(jump_hosts)]
+HostName = Annotated[str, Reader(host_name, str)]
+UserName = Annotated[str, Reader(user_name, str)]
+JumpHosts = Annotated[str, Reader(jump_hosts, str)]
 
 
 class Machine(FrozenModel):
     """Options of reaching a machine. What is `None` is the cluster's, and then that of ``~/.ssh/config``."""
+
+    other_forms = ({"type": "string"},)
 
     name: HostName = Field(description="What it is called here, and in ~/.ssh/config.")
     address: HostName | None = Field(None, description="Where it is, if the name does not tell.")

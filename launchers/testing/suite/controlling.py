@@ -49,7 +49,7 @@ def test_submitting_twice_runs_the_job_once(make_job: MakeJob) -> None:
 
 def test_two_submissions_at_the_same_time_run_the_job_once(make_job: MakeJob) -> None:
     job = make_job(ONCE, nodes=2, secrets={"TOKEN": "geheim"})
-    others = [job.submit_elsewhere() for _ in range(3)]
+    others = [job.submit_from_another_process() for _ in range(3)]
     job.submit()
     assert [other.wait(150) for other in others] == [0, 0, 0]
     assert job.wait().phase is Phase.SUCCEEDED
@@ -58,7 +58,7 @@ def test_two_submissions_at_the_same_time_run_the_job_once(make_job: MakeJob) ->
 
 def test_the_job_outlives_the_process_that_submitted_it(make_job: MakeJob, backend_under_test: Backend) -> None:
     job = make_job(ONCE)
-    assert job.submit_elsewhere(then_die=True).wait(150) == -signal.SIGKILL
+    assert job.submit_from_another_process(then_die=True).wait(150) == -signal.SIGKILL
     found = backend_under_test.find(job.plan.marker)
     assert found is not None
     job.handle = found

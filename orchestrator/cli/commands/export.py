@@ -24,7 +24,7 @@ def command(file: str, force: bool, as_json: bool) -> int:
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.ledger.history_export import export
+    from orc.orchestrator.ledger.history_format import export
 
     ledger = open_ledger().workspace.ledger
     if file == "-":

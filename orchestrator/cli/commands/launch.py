@@ -172,12 +172,12 @@ def _through_torchrun(request: LocalLaunch, values: Values, as_json: bool) -> No
 
 
 def _elsewhere(options: dict[str, Any], file: dict[str, Any]) -> str | None:
-    """Return the place of a launch that runs on other machines; see `orc.launchers.accelerate.elsewhere`."""
+    """Return the place of a launch that runs on other machines; see `orc.launchers.accelerate.remote_launch`."""
     sagemaker = file.get("compute_environment") == "AMAZON_SAGEMAKER"
     if not sagemaker and not any(name.startswith("deepspeed") for name in (*_said(options), *file)):
         return None
-    from orc.launchers.accelerate.elsewhere import place_of
     from orc.launchers.accelerate.merge import trains_with_deepspeed
+    from orc.launchers.accelerate.remote_launch import place_of
     from orc.launchers.errors import LaunchError
 
     try:
@@ -200,19 +200,19 @@ def _launch_elsewhere(
     as_json: bool,
 ) -> int:
     """Run the launch as a job on other machines, and return its exit status."""
-    from orc.launchers.accelerate import elsewhere
+    from orc.launchers.accelerate import remote_launch
     from orc.launchers.accelerate.merge import Values
     from orc.launchers.errors import LaunchError
     from orc.launchers.foreground.launch import LocalLaunch, interpreter_flags
     from orc.orchestrator.cli.launched_jobs import hide_credentials, submit_and_follow
 
     given = _said(options)
-    keys = {name: given.pop(name, None) for name in elsewhere.CREDENTIALS}
+    keys = {name: given.pop(name, None) for name in remote_launch.CREDENTIALS}
     runtime = {name: own[name] for name in ("seed", "stand_in") if own[name] not in (None, ())}
     if "stand_in" in runtime:
         runtime["stand_in"] = ",".join(runtime["stand_in"])
     try:
-        if any(keys.values()) and (place != elsewhere.SAGEMAKER or file.get("profile")):
+        if any(keys.values()) and (place != remote_launch.SAGEMAKER or file.get("profile")):
             raise LaunchError(
                 "--aws_access_key_id and --aws_secret_access_key are for a configuration file of Amazon SageMaker "
                 "that names no profile"
@@ -221,7 +221,7 @@ def _launch_elsewhere(
         request = LocalLaunch(program, python=own["python"] or sys.executable, module=bool(options["module"]),
                               no_python=bool(options["no_python"]),
                               python_flags=interpreter_flags(sys.orig_argv))  # fmt: skip
-        launched = elsewhere.job_of(
+        launched = remote_launch.job_of(
             place,
             Values({**file, **given}, frozenset(given)),
             request,

@@ -86,8 +86,7 @@ def test_command(target: str, as_json: bool) -> None:
     from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.notifications.delivery import send
     from orc.orchestrator.notifications.sending import Undelivered
-    from orc.orchestrator.notifications.settings import load_settings
-    from orc.orchestrator.notifications.targets import Policy, target_of
+    from orc.orchestrator.notifications.targets import Policy, load_settings, target_of
 
     found = target_of(target, load_settings(), Policy(), resolve_secrets)
     payload: dict[str, object] = {"event": "test", "job": "orc", "reason": "orc notifications test"}

@@ -34,11 +34,11 @@ def command() -> None:
 def set_command(user: str | None, project: str | None, resource: str, amount: float, as_json: bool) -> None:
     """Allow AMOUNT of RESOURCE: gpus or jobs at one time, or cost in 30 days. Further jobs wait; the others stay."""
     from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.ledger import quotas
+    from orc.orchestrator.ledger import usage
 
-    quota = quotas.Quota(*_named(user, project), resource, amount)
+    quota = usage.Quota(*_named(user, project), resource, amount)
     with _workspace().ledger.transaction() as tx:
-        quotas.put(tx.connection, quota)
+        usage.put_quota(tx.connection, quota)
     if as_json:
         output.echo_json(quota._asdict())
     else:
@@ -53,11 +53,11 @@ def remove_command(user: str | None, project: str | None, resource: str, as_json
     """Let a user or project have as much of RESOURCE as there is."""
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.ledger import quotas
+    from orc.orchestrator.ledger import usage
 
     scope, name = _named(user, project)
     with _workspace().ledger.transaction() as tx:
-        there = quotas.remove(tx.connection, scope, name, resource)
+        there = usage.remove_quota(tx.connection, scope, name, resource)
     if not there:
         raise LaunchError(f"the {scope} {name} has no quota of {resource}", hint="`orc quota list` shows the quotas")
     if as_json:

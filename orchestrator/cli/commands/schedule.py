@@ -10,7 +10,7 @@ from orc.orchestrator.cli.options import cluster_option, job_file_argument, json
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.clients.group_views import ScheduleView
+    from orc.orchestrator.views import ScheduleView
 
 schedule_argument = click.argument("schedule", metavar="SCHEDULE")
 
@@ -56,7 +56,7 @@ def create(
     import sys
 
     from orc.orchestrator.cli.session import check_job, open_client
-    from orc.orchestrator.cli.ui.submitting import submission_progress
+    from orc.orchestrator.cli.ui.display import submission_progress
     from orc.orchestrator.engine.cron import check
 
     check(cron, timezone)

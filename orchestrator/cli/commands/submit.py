@@ -145,8 +145,8 @@ def run(
 ) -> int:
     """Submit, print the result, follow with *--follow*; return the exit status. *yes* agrees to a large snapshot."""
     from orc.orchestrator.cli.exit_codes import of_states
+    from orc.orchestrator.cli.ui.display import submission_progress
     from orc.orchestrator.cli.ui.output import echo_json
-    from orc.orchestrator.cli.ui.submitting import submission_progress
 
     if (ranks or all_ranks or bell) and not following:
         raise click.UsageError("--rank, --all-ranks and --bell need --follow", click.get_current_context())

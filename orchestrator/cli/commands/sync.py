@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from orc.launchers.snapshot.manifest import Bundle
     from orc.launchers.spec import LoadedJob
     from orc.launchers.transfer import SyncReport
-    from orc.launchers.transfer.comparison import Comparison
+    from orc.launchers.transfer.delivery import Comparison
     from orc.orchestrator.client import Client
 
 _SHOWN = 20  # files of each kind
@@ -108,7 +108,7 @@ def _named(snapshot: Snapshot) -> dict[str, Bundle]:
 def _compared(client: Client, loaded: LoadedJob | None, bundles: Mapping[str, Bundle]) -> list[Tree]:
     """Each tree against the one of the last job that was made from the same file."""
     from orc.launchers.errors import BundleError
-    from orc.launchers.transfer.comparison import compare
+    from orc.launchers.transfer.delivery import compare
 
     job, digests = _last(client, loaded)
     found = []
@@ -143,7 +143,7 @@ def _last(client: Client, loaded: LoadedJob | None) -> tuple[str, dict[str, str]
 def _to_dict(
     cluster: str, bundles: Mapping[str, Bundle], trees: Sequence[Tree], reports: Mapping[str, SyncReport]
 ) -> dict[str, Any]:
-    from orc.launchers.transfer.comparison import lacking
+    from orc.launchers.transfer.delivery import lacking
 
     compared = {tree.name: {"against": tree.against or None, **tree.comparison.to_dict()} for tree in trees}
     snapshots = [

@@ -9,8 +9,7 @@ from __future__ import annotations
 import datetime
 import heapq
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from orc.launchers.attempts.logs import LogChunk, LogSelector
@@ -148,7 +147,6 @@ def copy_merged(
     sink: Sink,
     *,
     start: int = 0,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Copy several logs as one in the order of time; lines of one time in the order of *selectors*. Memory is flat."""
 
@@ -156,7 +154,6 @@ def copy_merged(
         chunks = client.read_log(job_id, selector, attempt=attempt, offset=start)
         return ((at, index, offset, line) for at, offset, line in lines_of(chunks, start))
 
-    with around():
-        for _, index, offset, line in heapq.merge(*(lines(i, selector) for i, selector in enumerate(selectors))):
-            sink.write(attempt, LogChunk(selectors[index], offset, line))
-        sink.flush()
+    for _, index, offset, line in heapq.merge(*(lines(i, selector) for i, selector in enumerate(selectors))):
+        sink.write(attempt, LogChunk(selectors[index], offset, line))
+    sink.flush()

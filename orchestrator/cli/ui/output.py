@@ -66,9 +66,9 @@ def confirm(question: str) -> bool:
     return click.confirm(rendered(question), err=True)
 
 
-def state(name: str, *, width: int = 0) -> str:
-    """Return a state's name, coloured by what it means, padded to *width* characters."""
-    return style(name.ljust(width), fg=_STATE_COLOURS.get(name), bold=name in ("FAILED", "LOST") or None)
+def state(name: str) -> str:
+    """Return a state's name, coloured by what it means."""
+    return style(name, fg=_STATE_COLOURS.get(name), bold=name in ("FAILED", "LOST") or None)
 
 
 @contextmanager

@@ -17,9 +17,10 @@ from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.manifest import SYMLINK, Bundle
 from orc.orchestrator.api.access import MissingContents
 from orc.orchestrator.api.rights import Kind, shows
+from orc.orchestrator.api.submitting import missing_contents
 from orc.orchestrator.clients.content_stream import Decoder
 from orc.orchestrator.service.auth import PrincipalDep
-from orc.orchestrator.service.contents import ReceivedContents, missing_contents, note_holder
+from orc.orchestrator.service.contents import ReceivedContents, note_holder
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.errors import ApiError
 
@@ -99,7 +100,7 @@ def _make_tree(service: Service, user: str, digest: str, text: bytes) -> list[st
     wanted = [entry.sha256 for entry in bundle.entries if entry.mode != SYMLINK]
     with service.clients.client(writes=True) as client:
         store, ledger = client.workspace.store, client.workspace.ledger
-        if missing := missing_contents(store, ledger, user, wanted):
+        if missing := missing_contents(client.workspace, user, wanted):
             return missing
         if not store.use(digest) and (missing := _build(store, bundle)):
             return missing

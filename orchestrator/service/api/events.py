@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.api.rights import Kind, shows, without_places
-from orc.orchestrator.service.auth import Principal, PrincipalDep
+from orc.orchestrator.api.rights import Kind, Principal, shows, without_places
+from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.sse import EventStream, event_stream, last_id, sse_text
 

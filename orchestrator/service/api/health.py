@@ -39,14 +39,14 @@ async def read_health() -> Any:
 @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness}})
 @public
 def read_readiness(service: ServiceDep) -> Any:
-    """Return whether requests can be served: the ledger answers, and the driver of passes lives where there is one."""
+    """Return whether requests can be served: the ledger answers, and the reconciler lives where there is one."""
     try:
         with service.clients.client() as client:
             client.workspace.ledger.last_event_id()
             ledger = "read-only" if client.workspace.ledger.volatile else "ok"
     except LaunchError:
         ledger = "unreachable"  # the log has the details; whoever asks here has shown no token
-    status = service.driver_status()
+    status = service.reconciler_status()
     driver = "none" if status is None else "ok" if status.running else "dead"
     ready = ledger == "ok" and driver != "dead" and not service.stopping.is_set()
     return JSONResponse({"ready": ready, "ledger": ledger, "driver": driver}, 200 if ready else 503)
@@ -58,6 +58,6 @@ def read_service_metrics(service: ServiceDep) -> Any:
     """Return metrics in the text form of Prometheus; its scraper sends a token as every client does."""
     with service.clients.client() as client:
         return Response(
-            service.metrics.text(client.workspace.ledger, service.clock(), service.driver_status()),
+            service.metrics.text(client.workspace.ledger, service.clock(), service.reconciler_status()),
             media_type=CONTENT_TYPE,
         )

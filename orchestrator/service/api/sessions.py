@@ -34,7 +34,7 @@ def login(request: Request, service: ServiceDep, shown: Login) -> Any:
     token = shown.token.get_secret_value().strip()
     principal = authenticate(service, token, address_of(request))
     request.state.principal = principal
-    answer = JSONResponse(principal.model_dump())
+    answer = JSONResponse(vars(principal))
     answer.set_cookie(
         COOKIE, token, httponly=True, samesite="strict", secure=service.settings.https, path="/", max_age=30 * 86400
     )

@@ -14,9 +14,9 @@ import pytest
 
 from orc.launchers.agent.link import channel
 from orc.launchers.agent.link.channel import MESSAGE_BYTES, VERSION, Channel, PeerDisconnected, tls_context
-from orc.launchers.agent.link.hub import Hub
-from orc.launchers.agent.link.joiner import Joiner
+from orc.launchers.agent.link.client import LinkClient
 from orc.launchers.agent.link.records import concerns, is_record, may_send
+from orc.launchers.agent.link.server import LinkServer
 from orc.launchers.agent.records import read_json
 from orc.launchers.attempts.link_token import new_link_token
 
@@ -32,11 +32,11 @@ async def pair(hub_token=TOKEN, joiner_token=TOKEN):
 
     async def accept():
         sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-        return await Channel.accepted(sock, tls_context(hub_token, hub=True))
+        return await Channel.accepted(sock, tls_context(hub_token, server=True))
 
     accepting = asyncio.ensure_future(accept())
     try:
-        joiner = await Channel.connected("127.0.0.1", port, tls_context(joiner_token, hub=False))
+        joiner = await Channel.connected("127.0.0.1", port, tls_context(joiner_token, server=False))
         return await accepting, joiner
     finally:
         listener.close()
@@ -65,7 +65,7 @@ def test_the_hub_of_another_attempt_does_not_get_past_the_handshake():
 def test_who_does_not_hold_the_token_is_never_heard_by_the_hub(shows, version):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if shows != "nothing":
-        context = tls_context(new_link_token(), hub=False)
+        context = tls_context(new_link_token(), server=False)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # it does not mind whom it talks to
     context.minimum_version = context.maximum_version = version
@@ -82,7 +82,7 @@ def test_who_does_not_hold_the_token_is_never_heard_by_the_hub(shows, version):
         sock, _ = listener.accept()
         listener.close()
         with pytest.raises(ssl.SSLError):
-            await Channel.accepted(sock, tls_context(TOKEN, hub=True))
+            await Channel.accepted(sock, tls_context(TOKEN, server=True))
         await strange
 
     asyncio.run(check())
@@ -90,14 +90,14 @@ def test_who_does_not_hold_the_token_is_never_heard_by_the_hub(shows, version):
 
 def test_tls_before_1_2_is_refused_on_both_sides():
     for hub in (True, False):
-        context = tls_context(TOKEN, hub=hub)
+        context = tls_context(TOKEN, server=hub)
         assert context.minimum_version == ssl.TLSVersion.TLSv1_2
         assert (context.verify_mode, context.cert_store_stats()["x509"]) == (ssl.CERT_REQUIRED, 1)
 
 
 def test_the_key_is_left_in_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(channel, "_MEMORY", str(tmp_path))
-    tls_context(TOKEN, hub=True)
+    tls_context(TOKEN, server=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -227,7 +227,7 @@ def test_a_hub_that_goes_after_its_last_record_has_that_of_the_joiner_though_it_
     settings = {"node": 1, "restart": 0, "marker": "m", "token": TOKEN, "heartbeat_s": 1, "peer_timeout_s": 9}
 
     async def check():
-        joiner = Joiner({**settings, "attempt_dir": str(tmp_path), "hub": {"port": 1, "addresses": []}})
+        joiner = LinkClient({**settings, "attempt_dir": str(tmp_path), "hub": {"port": 1, "addresses": []}})
         joiner.agent = -1  # else its parent is told, as its agent is: here that is whatever runs the tests
         joiner.wake = asyncio.Event()
         hub, channel = await pair()
@@ -247,7 +247,7 @@ def test_a_hub_that_goes_after_its_last_record_has_that_of_the_joiner_though_it_
 def test_a_node_0_that_is_slow_to_answer_keeps_the_first_connection_though_it_has_many_addresses(tmp_path):
     settings = {"restart": 0, "marker": "m", "token": TOKEN, "heartbeat_s": 1, "peer_timeout_s": 9, "nnodes": 2}
 
-    class SlowHub(Hub):
+    class SlowHub(LinkServer):
         async def shake_hands(self, channel):
             receive = channel.receive
 
@@ -267,7 +267,7 @@ def test_a_node_0_that_is_slow_to_answer_keeps_the_first_connection_though_it_ha
         hub = SlowHub({**settings, "node": 0, "attempt_dir": str(tmp_path / "0")}, listener)
         addresses = [f"127.0.0.{number}" for number in range(1, 17)]
         where = {"port": listener.getsockname()[1], "addresses": addresses}
-        joiner = Joiner({**settings, "node": 1, "attempt_dir": str(tmp_path / "1"), "hub": where})
+        joiner = LinkClient({**settings, "node": 1, "attempt_dir": str(tmp_path / "1"), "hub": where})
         ended = []
         for end in (hub, joiner):
             end.agent, end.wake = -1, asyncio.Event()
@@ -290,7 +290,7 @@ class Many:
 
     def __init__(self, port, count):
         self.loop = asyncio.new_event_loop()
-        self.context = tls_context(TOKEN, hub=False)
+        self.context = tls_context(TOKEN, server=False)
         self.got = {node: set() for node in range(1, count + 1)}
         self.channels = {}
         self.tasks = [self.loop.create_task(self.join(node, port)) for node in self.got]

@@ -14,7 +14,7 @@ from orc.launchers.agent.errors import LaunchFailure
 from orc.launchers.agent.link.channel import tls_context
 from orc.launchers.agent.link.process import Link
 from orc.launchers.agent.network import Port
-from orc.launchers.containers.program import restart_of_hub
+from orc.launchers.containers.program import restart_of_server
 
 from .conftest import TOKEN, until
 
@@ -87,7 +87,7 @@ def test_the_hub_tells_its_restart_to_who_has_not_joined_yet(linked, port: int) 
     both = linked("print('never')", hub={"port": port, "addresses": ["127.0.0.1"]}, peer_timeout_s=1.0)
     (both.nodes[0].directory / "link.json").write_text(json.dumps({"token": TOKEN}))
     agent = both.nodes[0].start(0, restart=4)
-    assert restart_of_hub(["127.0.0.1"], port, tls_context(TOKEN, hub=False)) == 4
+    assert restart_of_server(["127.0.0.1"], port, tls_context(TOKEN, server=False)) == 4
     agent.terminate()
     until(lambda: agent.poll() is not None)
 

@@ -14,7 +14,7 @@ from orc.launchers.errors import BackendError
 from orc.launchers.ids import AttemptId
 from orc.launchers.plan import Plan
 from orc.launchers.plugins import BACKENDS, COMMANDS
-from orc.launchers.snapshot.trees import Snapshot
+from orc.launchers.snapshot.manifest import Snapshot
 from orc.launchers.spec.clusters import Cluster
 
 HANDLE = Handle("moon", "lunar", "orc-x-k3f9a2-a1", "7")

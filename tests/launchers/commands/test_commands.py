@@ -12,11 +12,10 @@ from pydantic import ValidationError
 from orc.launchers.attempts.agent_config import agent_config
 from orc.launchers.backends.base import Snapshot
 from orc.launchers.commands import build_command
-from orc.launchers.commands.base import PLACEHOLDERS
-from orc.launchers.commands.program import program_of
+from orc.launchers.commands.base import PLACEHOLDERS, program_of
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
-from orc.launchers.layout import Layout
+from orc.launchers.paths import Layout
 from orc.launchers.plugins import COMMANDS
 from orc.launchers.snapshot.manifest import Entry
 from orc.launchers.snapshot.scan import Bundle

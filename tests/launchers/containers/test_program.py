@@ -80,7 +80,7 @@ def test_what_has_succeeded_on_every_node_is_not_run_again(tmp_path: Path) -> No
 
 def test_a_host_learns_its_restart_from_node_0_and_from_nobody_else() -> None:
     token = new_link_token()
-    ours, others = (tls_context(one, hub=True) for one in (token, new_link_token()))
+    ours, others = (tls_context(one, server=True) for one in (token, new_link_token()))
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -92,8 +92,8 @@ def test_a_host_learns_its_restart_from_node_0_and_from_nobody_else() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        tls = tls_context(token, hub=False)
-        assert program.restart_of_hub(["127.0.0.1"], server.getsockname()[1], tls) == 3
+        tls = tls_context(token, server=False)
+        assert program.restart_of_server(["127.0.0.1"], server.getsockname()[1], tls) == 3
         thread.join()
 
 
@@ -105,7 +105,7 @@ def test_a_node_0_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(
             program.Failure, match=rf"node 0 does not answer within 0 s: 127.0.0.1 port {port}: .*refused"
         ):
-            program.restart_of_hub(["127.0.0.1"], port, tls_context(new_link_token(), hub=False))
+            program.restart_of_server(["127.0.0.1"], port, tls_context(new_link_token(), server=False))
 
 
 # --- files

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from orc.launchers.agent.procfs import process_start
-from orc.launchers.foreground.preload import begins_with_torch, shadows_a_library
+from orc.launchers.foreground.launch import begins_with_torch, shadows_a_library
 
 DRIVER = """
 import json, sys

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers.backends.ssh.transports import open_transports
+from orc.launchers.backends.ssh.hosts import open_transports
 from orc.launchers.hosts.checks import compare_hosts, gather_facts
 from orc.launchers.hosts.diagnostics import HostDiagnostics, diagnose_hosts
 

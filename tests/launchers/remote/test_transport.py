@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from orc.launchers.backends.ssh.transports import open_transports
+from orc.launchers.backends.ssh.hosts import open_transports
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
 from orc.launchers.remote.ssh.transport import _READ, _READ_MANY
 from orc.launchers.remote.transport import CommandTimeout, LocalTransport, Transport

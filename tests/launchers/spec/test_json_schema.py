@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
+from orc.launchers.backends import backend_class
+from orc.launchers.errors import SpecError
+from orc.launchers.plugins import BACKENDS
 from orc.launchers.spec import source
 from orc.launchers.spec.json_schema import SCHEMAS, clusters_schema, job_schema
 
@@ -104,3 +108,50 @@ def test_clusters_have_a_kind_but_for_the_local_one() -> None:
     assert schema.is_valid({"local": {"env": {"A": 1}}, "hpc": {"kind": "slurm", "root": "/orc", "options": {"x": 1}}})
     assert not schema.is_valid({"hpc": {"root": "/orc"}})
     assert not schema.is_valid({"hpc": {"kind": "slurm", "rot": "/orc"}})
+
+
+def all_kinds() -> Draft202012Validator:
+    models = {kind: backend_class(kind).options_model for kind in BACKENDS.kinds()}
+    return Draft202012Validator(clusters_schema({kind: model for kind, model in models.items() if model is not None}))
+
+
+def documented_clusters() -> dict[str, dict[str, Any]]:
+    """Files of clusters in the documentation and among the templates, by their places."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted((ROOT / "templates").rglob("clusters.yaml")):
+        found[str(path.relative_to(ROOT))] = source.parse(path.read_text(), str(path)).data
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for number, block in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)):
+            try:
+                data = source.parse(block, page.name).data
+            except SpecError:
+                continue
+            if data and all(isinstance(each, dict) and "kind" in each for each in data.values()):
+                found[f"{page.name}-{number}"] = data
+    return found
+
+
+DOCUMENTED = documented_clusters()
+
+
+@pytest.mark.parametrize("place", DOCUMENTED)
+def test_the_documented_clusters_are_valid_with_the_options_of_their_kinds(place: str) -> None:
+    assert [error.message for error in all_kinds().iter_errors(DOCUMENTED[place])] == []
+
+
+def test_options_of_every_kind_that_has_some_are_described_and_checked() -> None:
+    schema = all_kinds()
+    assert {"slurm", "ssh", "sagemaker", "tpu"} <= {
+        kind for kind in BACKENDS.kinds() if backend_class(kind).options_model
+    }
+    for kind in BACKENDS.kinds():
+        for model in (backend_class(kind).options_model, backend_class(kind).job_options_model):
+            assert (
+                [name for name, field in model.model_fields.items() if not field.description] == [] if model else True
+            )
+    assert schema.is_valid(
+        {"hpc": {"kind": "slurm", "options": {"login": "me@front", "gres": "nvme:1", "modules": "cuda"}}}
+    )
+    assert not schema.is_valid({"hpc": {"kind": "slurm", "options": {"gpus_as": "cores"}}})
+    assert schema.is_valid({"lab": {"kind": "ssh", "options": {"hosts": ["a", {"name": "b", "slots": 2}]}}})
+    assert not schema.is_valid({"lab": {"kind": "ssh", "options": {"hostz": ["a"]}}})

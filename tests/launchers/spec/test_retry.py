@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from orc.launchers.spec import JobSpec
-from orc.launchers.spec.retry import LogRule
+from orc.launchers.spec.job import LogRule
 
 
 @pytest.mark.parametrize(

@@ -39,5 +39,5 @@ def test_a_job_file_is_read_without_heavy_imports(job_files: Any) -> None:
 def test_a_job_file_without_references_needs_no_code_for_them(job_files: Any) -> None:
     job_files.load("name: x\nscript: train.py\n")
     after = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True)
-    unused = {f"orc.launchers.spec.{name}" for name in ("interpolation", "overrides", "problems")}
+    unused = {f"orc.launchers.spec.{name}" for name in ("interpolation", "problems")}
     assert set(json.loads(after.stdout)) & unused == set()

@@ -69,12 +69,12 @@ def test_what_is_stable_is_there() -> None:
 def test_what_a_package_imports_that_is_not_stable_is_named_with_its_place(tmp_path, monkeypatch) -> None:
     (tmp_path / "unstable").mkdir()
     (tmp_path / "unstable" / "__init__.py").write_text(
-        "import orc.launchers.layout\nfrom orc.launchers.ids import AttemptId, new_job_id\nimport json\n"
+        "import orc.launchers.paths\nfrom orc.launchers.ids import AttemptId, new_job_id\nimport json\n"
         "def later():\n    from orc.launchers.backends.ssh import SshBackend\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert unstable_imports("unstable") == [
-        "__init__.py:1: orc.launchers.layout",
+        "__init__.py:1: orc.launchers.paths",
         "__init__.py:2: orc.launchers.ids.new_job_id",
         "__init__.py:5: orc.launchers.backends.ssh.SshBackend",
     ]

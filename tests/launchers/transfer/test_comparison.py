@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from orc.launchers.snapshot.manifest import EXECUTABLE, FILE, Bundle, Entry
-from orc.launchers.transfer.comparison import compare, lacking
+from orc.launchers.transfer.delivery import compare, lacking
 
 
 def file(path: str, text: str, mode: int = FILE) -> Entry:

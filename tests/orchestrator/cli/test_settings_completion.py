@@ -14,6 +14,8 @@ from orc.orchestrator.cli.settings import complete
     [
         ("res", ["resources."]),
         ("resources.n", ["resources.nodes="]),
+        ("resources.options.slurm.part", ["resources.options.slurm.partition="]),
+        ("resources.options.tpu.accel", ["resources.options.tpu.accelerator_type="]),
         ("launcher=t", ["launcher=torchrun"]),
         ("checkpoint.resume=", ["checkpoint.resume=auto", "checkpoint.resume=never"]),
         ("cluster=", ["cluster=local"]),

@@ -14,7 +14,7 @@ from orc.launchers.spec import LoadedJob
 from orc.launchers.spec.groups import LoadedGroup, load_jobs
 from orc.orchestrator import Client, JobNotFound, JobsClient
 from orc.orchestrator.clients.errors import GroupNotFound
-from orc.orchestrator.clients.group_views import GroupView
+from orc.orchestrator.views import GroupView
 
 Project = Callable[..., LoadedJob]
 

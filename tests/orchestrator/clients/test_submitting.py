@@ -19,7 +19,7 @@ from orc.orchestrator.api.submissions import Digests
 from orc.orchestrator.clients.errors import JobNotFound, NotAllowed, NotLoggedIn, SnapshotMissing
 from orc.orchestrator.clients.requests import Request, new_key, request_of
 from orc.orchestrator.clients.service import ServiceClient
-from orc.orchestrator.engine import sealing
+from orc.orchestrator.engine import encryption
 from orc.orchestrator.ledger import groups
 from orc.orchestrator.ledger.groups import GroupRecord
 
@@ -65,10 +65,10 @@ def test_a_secret_reaches_its_job_and_nothing_else(
                 break
         with served.ledger() as ledger, ledger.workspace.ledger.database.read() as connection:
             ((sealed,),) = connection.tuples("SELECT sealed FROM sealed_secrets WHERE job_id = :id", {"id": made.id})
-        assert sealing.unseal(served.state_dir, made.id, sealed) == {"API_KEY": SECRET}
-        with pytest.raises(sealing.UnsealError):
-            sealing.unseal(served.state_dir, "another-aaaaaa", sealed)
-        assert (served.state_dir / sealing.FILE).stat().st_mode & 0o777 == 0o600
+        assert encryption.decrypt(served.state_dir, made.id, sealed) == {"API_KEY": SECRET}
+        with pytest.raises(encryption.DecryptionError):
+            encryption.decrypt(served.state_dir, "another-aaaaaa", sealed)
+        assert (served.state_dir / encryption.FILE).stat().st_mode & 0o777 == 0o600
         shown = str(client.job(made.id)) + str(client.events(made.id))
         client.cancel([made.id], grace_s=0)
         (done,) = client.wait([made.id], timeout_s=120)
@@ -103,17 +103,17 @@ def test_keys_rotate_and_a_lost_one_is_said(tmp_path: Path, monkeypatch: pytest.
     from cryptography.fernet import Fernet
 
     old, new = Fernet.generate_key().decode(), Fernet.generate_key().decode()
-    monkeypatch.setenv(sealing.VARIABLE, old)
-    sealed = sealing.seal(tmp_path, "digits-aaaaaa", {"A": SECRET})
+    monkeypatch.setenv(encryption.VARIABLE, old)
+    sealed = encryption.encrypt(tmp_path, "digits-aaaaaa", {"A": SECRET})
     assert SECRET not in sealed
-    monkeypatch.setenv(sealing.VARIABLE, f"{new},{old}")
-    assert sealing.unseal(tmp_path, "digits-aaaaaa", sealed) == {"A": SECRET}
-    monkeypatch.setenv(sealing.VARIABLE, new)
-    with pytest.raises(sealing.UnsealError, match="sealed with another key"):
-        sealing.unseal(tmp_path, "digits-aaaaaa", sealed)
-    monkeypatch.delenv(sealing.VARIABLE)
-    with pytest.raises(sealing.UnsealError, match="no usable key"):
-        sealing.unseal(tmp_path, "digits-aaaaaa", sealed)
+    monkeypatch.setenv(encryption.VARIABLE, f"{new},{old}")
+    assert encryption.decrypt(tmp_path, "digits-aaaaaa", sealed) == {"A": SECRET}
+    monkeypatch.setenv(encryption.VARIABLE, new)
+    with pytest.raises(encryption.DecryptionError, match="encrypted with another key"):
+        encryption.decrypt(tmp_path, "digits-aaaaaa", sealed)
+    monkeypatch.delenv(encryption.VARIABLE)
+    with pytest.raises(encryption.DecryptionError, match="no usable key"):
+        encryption.decrypt(tmp_path, "digits-aaaaaa", sealed)
 
 
 def test_no_text_of_a_job_is_read_by_a_shell(served: Served, project: Project, tmp_path: Path) -> None:
@@ -200,12 +200,12 @@ def test_artefacts_are_taken_by_their_owner_and_by_admins(served: Served, projec
 
 
 def test_what_signs_the_functions_of_the_services_account_goes_to_nobody_else(served: Served, project: Project) -> None:
-    from orc.orchestrator.functions import keys
+    from orc.orchestrator.functions import calls
     from orc.orchestrator.functions.node import KEY_VARIABLE
 
     with served.client() as client:
         view = client.submit(project("print('code that is known by its digest')\n"))
-        (key,) = keys.new_key(served.state_dir, view.digests["code"]).values()
+        (key,) = calls.new_key(served.state_dir, view.digests["code"]).values()
         with pytest.raises(SpecError, match=f"no value was sent for the secret {KEY_VARIABLE}"):
             resubmit_job(client.session, view.id, [f"secrets=[{KEY_VARIABLE}]"], {}, new_key())
     assert len(key) == 64

@@ -16,7 +16,7 @@ from orc.launchers.backends.base import Handle, Phase
 from orc.launchers.spec import LoadedJob
 from orc.launchers.spec.clusters import Cluster
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import late_copies
+from orc.orchestrator.engine import orphans
 from orc.orchestrator.ledger.prune import PruneRule, prune
 from orc.orchestrator.workspace import Moved
 
@@ -149,4 +149,4 @@ def test_a_job_that_was_removed_meanwhile_is_not_looked_for_any_more(described, 
     fake.find = removed_meanwhile
     fake.behave(submit=None)
     assert not client.refresh().unreachable
-    assert late_copies.next_due(client.workspace) is None
+    assert orphans.next_due(client.workspace) is None

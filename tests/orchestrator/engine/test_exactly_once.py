@@ -43,7 +43,7 @@ from orc.launchers.errors import LaunchError
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.spec import JobSpec, load_job
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import fault_points, late_copies
+from orc.orchestrator.engine import fault_points, orphans
 from orc.orchestrator.engine.dependencies import is_met
 from orc.orchestrator.engine.groups import submit_group
 from orc.orchestrator.engine.snapshots import take
@@ -453,7 +453,7 @@ class Lives(RuleBasedStateMachine):
             self.world.pass_time(700)
             self.never_two_attempts_of_a_job_at_once()
             ended = all(job.state.terminal for job in self.observer.workspace.ledger.jobs(self.ids))
-            if ended and late_copies.next_due(self.observer.workspace) is None:
+            if ended and orphans.next_due(self.observer.workspace) is None:
                 break
         assert not self.world.alive(), "nobody has ended a copy that came late"
         for machine in self.machines.values():

@@ -159,8 +159,7 @@ def test_a_second_copy_of_a_submission_does_not_run(submit, local, tmp_path):
     local.wait([view.id], timeout_s=120)
     ws = local.workspace
     from orc.launchers.ids import AttemptId
-    from orc.orchestrator.engine.attempt_inputs import stored_snapshot
-    from orc.orchestrator.engine.stored_spec import stored_spec
+    from orc.orchestrator.engine.attempt_inputs import stored_snapshot, stored_spec
 
     backend, snapshot = ws.backend("local"), stored_snapshot(ws, view.digests)
     plan = backend.render(stored_spec(ws, view.id), snapshot, AttemptId(view.id, 1))

@@ -6,7 +6,7 @@ import pytest
 from fake_backend import FakeBackend
 
 from orc.launchers.errors import NoRoom, RenderError
-from orc.orchestrator.engine.queueing import WaitingJob, placement_in_turn, room_backoff, taken_slots, waiting_reason
+from orc.orchestrator.engine.queueing import WaitingJob, placement_in_order, room_backoff, taken_slots, waiting_reason
 from orc.orchestrator.ledger.records import Reservation
 
 
@@ -28,36 +28,36 @@ def reservation(host, job_id="a-aaaaaa", slots=1):
 
 
 def test_a_job_gets_hosts_with_enough_free_slots(four):
-    assert placement_in_turn(four, job(2, 2), {"n1": 1, "n3": 2}).hosts == ("n2", "n4")
+    assert placement_in_order(four, job(2, 2), {"n1": 1, "n3": 2}).hosts == ("n2", "n4")
 
 
 def test_an_elastic_job_takes_what_there_is(four):
-    assert placement_in_turn(four, job("2:4", 2), {"n2": 1}).hosts == ("n1", "n3", "n4")
+    assert placement_in_order(four, job("2:4", 2), {"n2": 1}).hosts == ("n1", "n3", "n4")
 
 
 def test_a_job_that_can_never_run_is_told_so_even_while_others_wait(four):
     with pytest.raises(RenderError):
-        placement_in_turn(four, job(5), {}, ahead=[WaitingJob("old", job(4, 2))])
+        placement_in_order(four, job(5), {}, ahead=[WaitingJob("old", job(4, 2))])
 
 
 def test_an_older_job_that_waits_keeps_younger_ones_off_its_hosts(four):
     older = WaitingJob("old-aaaaaa", job(4, 2))
     with pytest.raises(NoRoom, match="old-aaaaaa is older and waits for the same hosts"):
-        placement_in_turn(four, job(1), {"n1": 1}, ahead=[older])
+        placement_in_order(four, job(1), {"n1": 1}, ahead=[older])
 
 
 def test_a_younger_job_passes_on_hosts_that_the_older_one_cannot_use(four):
     older = WaitingJob("old", job(2, 2, hosts=["n1", "n2"]))
-    assert placement_in_turn(four, job(1), {"n1": 1}, ahead=[older]).hosts == ("n3",)
+    assert placement_in_order(four, job(1), {"n1": 1}, ahead=[older]).hosts == ("n3",)
 
 
 def test_an_older_job_that_somebody_is_placing_gets_its_hosts_first(four):
     older = WaitingJob("old", job(2, 2), in_hand=True)
-    assert placement_in_turn(four, job(1), {}, ahead=[older]).hosts == ("n3",)
+    assert placement_in_order(four, job(1), {}, ahead=[older]).hosts == ("n3",)
 
 
 def test_an_older_job_that_fits_and_that_nobody_sends_stops_nobody(four):
-    assert placement_in_turn(four, job(1), {}, ahead=[WaitingJob("old", job(4, 2))]).hosts == ("n1",)
+    assert placement_in_order(four, job(1), {}, ahead=[WaitingJob("old", job(4, 2))]).hosts == ("n1",)
 
 
 def test_a_third_job_waits_behind_the_second_as_well(four):
@@ -65,14 +65,14 @@ def test_a_third_job_waits_behind_the_second_as_well(four):
         WaitingJob("first", job(2, 2, hosts=["n1", "n2"])),
         WaitingJob("second", job(2, 2, hosts=["n2", "n3"])),
     )
-    assert placement_in_turn(four, job(1), {"n1": 2}, ahead=[first, second]).hosts == ("n4",)
+    assert placement_in_order(four, job(1), {"n1": 2}, ahead=[first, second]).hosts == ("n4",)
     with pytest.raises(NoRoom):
-        placement_in_turn(four, job(1, hosts=["n3"]), {"n1": 2}, ahead=[first, second])
+        placement_in_order(four, job(1, hosts=["n3"]), {"n1": 2}, ahead=[first, second])
 
 
 def test_a_job_that_does_not_fit_anyway_says_what_is_missing_and_not_who_is_older(four):
     with pytest.raises(NoRoom, match="2 hosts with 2 free slots"):
-        placement_in_turn(
+        placement_in_order(
             four, job(2, 2), dict.fromkeys(("n1", "n2", "n3"), 1), ahead=[WaitingJob("old", job(1, 2, hosts=["n1"]))]
         )
 
@@ -99,20 +99,20 @@ def test_the_time_between_tries_grows_with_the_wait_and_is_bounded():
 
 
 def test_hosts_that_failed_a_job_are_left_out_whoever_waits(four):
-    assert placement_in_turn(four, job(1), {}, avoid=["n1"]).hosts == ("n2",)
+    assert placement_in_order(four, job(1), {}, avoid=["n1"]).hosts == ("n2",)
     older = WaitingJob("old", job(2, 2, hosts=["n1", "n2"]))
-    assert placement_in_turn(four, job(1), {"n1": 1}, ahead=[older], avoid=["n3"]).hosts == ("n4",)
+    assert placement_in_order(four, job(1), {"n1": 1}, ahead=[older], avoid=["n3"]).hosts == ("n4",)
     # The older job would fit but for the host that failed it: it waits, and closes what it could run on.
     failed = WaitingJob("old", job(2, 2, hosts=["n1", "n2", "n3"]), ("n1",))
-    assert placement_in_turn(four, job(1), {"n2": 1}, ahead=[failed]).hosts == ("n4",)
+    assert placement_in_order(four, job(1), {"n2": 1}, ahead=[failed]).hosts == ("n4",)
     waits = WaitingJob("old", job(1, 2, hosts=["n3"]))
     with pytest.raises(NoRoom, match="1 hosts with 1 free slots"):
-        placement_in_turn(four, job(1, hosts=["n1", "n2"]), {"n2": 2, "n3": 1}, ahead=[waits], avoid=["n1"])
+        placement_in_order(four, job(1, hosts=["n1", "n2"]), {"n2": 2, "n3": 1}, ahead=[waits], avoid=["n1"])
 
 
 def test_an_older_job_that_can_never_run_does_not_hide_those_behind_it(four):
     never, waits = WaitingJob("never", job(5)), WaitingJob("waits", job(2, 2, hosts=["n1", "n2"]))
-    assert placement_in_turn(four, job(1), {"n1": 1}, ahead=[never, waits]).hosts == ("n3",)
+    assert placement_in_order(four, job(1), {"n1": 1}, ahead=[never, waits]).hosts == ("n3",)
 
 
 def test_as_many_holders_as_are_shown_are_all():

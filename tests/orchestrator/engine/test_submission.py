@@ -8,7 +8,7 @@ from fake_backend import FakeBackend
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import BackendError, BackendUnreachable, BundleError, SpecError
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import late_copies, submission_steps
+from orc.orchestrator.engine import orphans, submission_steps
 from orc.orchestrator.ledger.errors import LedgerError
 
 
@@ -368,10 +368,10 @@ def test_a_copy_on_a_cluster_that_is_gone_for_good_is_given_up(client, backend, 
     backend.behave(find="unreachable")
     clock.now += 86400
     assert client.refresh().unreachable == {"local": "no answer while looking"}
-    assert late_copies.next_due(client.workspace) == clock.now + late_copies.LOOK_S
+    assert orphans.next_due(client.workspace) == clock.now + orphans.LOOK_S
     clock.now += 7 * 86400
     client.refresh()
-    assert late_copies.next_due(client.workspace) is None, "or a reconciler would stay for ever"
+    assert orphans.next_due(client.workspace) is None, "or a reconciler would stay for ever"
 
 
 def test_a_defect_while_looking_for_a_cut_off_submission_is_said_and_fails_nothing(

@@ -18,8 +18,8 @@ from slurm_testbed import SlurmTestbed, eventually
 from orc.launchers.errors import BackendError, LaunchError
 from orc.launchers.spec.clusters import Cluster
 from orc.orchestrator.client import Client
+from orc.orchestrator.clients.function_jobs import FunctionFailed, FunctionJob, FunctionTimeout
 from orc.orchestrator.functions import node
-from orc.orchestrator.functions.jobs import FunctionFailed, FunctionJob, FunctionTimeout
 
 SLURM = pytest.param("testbed", marks=[pytest.mark.slurm, pytest.mark.xdist_group("slurm")])
 WHERE = ["local", SLURM]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.functions.keys import key_of, new_key
+from orc.orchestrator.functions.calls import key_of, new_key
 from orc.orchestrator.functions.node import KEY_VARIABLE, signed, verified
 
 

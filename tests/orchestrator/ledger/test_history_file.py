@@ -10,20 +10,19 @@ import pytest
 from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Placement
-from orc.orchestrator.ledger import audit, dependencies, groups, quotas, schedules, schema, sealed_secrets, tokens
+from orc.orchestrator.ledger import audit, dependencies, groups, schedules, schema, sealed_secrets, tokens, usage
 from orc.orchestrator.ledger.dependencies import Dependency
 from orc.orchestrator.ledger.groups import GroupRecord
-from orc.orchestrator.ledger.history_export import export
-from orc.orchestrator.ledger.history_format import TABLES
+from orc.orchestrator.ledger.history_format import TABLES, export
 from orc.orchestrator.ledger.history_import import InvalidImport, import_history, live_work
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.prune import PruneRule, prune
-from orc.orchestrator.ledger.quotas import Quota
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.schedules import ScheduleRecord
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.ledger.tokens import TokenRecord
+from orc.orchestrator.ledger.usage import Quota
 from orc.orchestrator.ledger.version import HEAD
 
 
@@ -47,7 +46,7 @@ def fill(ledger, clock):
             tx.connection,
             ScheduleRecord("s", "nightly", "ann", "0 3 * * *", "UTC", True, 1.5, None, None, {}, {}, "f"),
         )
-        quotas.put(tx.connection, Quota("user", "ann", "gpus", 4.0))
+        usage.put_quota(tx.connection, Quota("user", "ann", "gpus", 4.0))
         tokens.create(tx.connection, TokenRecord("t-1", "ann", "admin", "", 1.0), "hash-of-a-token")
         sealed_secrets.put(tx.connection, "live", "sealed-text", 1.0)
         for i in range(2):
@@ -171,7 +170,7 @@ def test_an_import_is_an_archive_in_which_nothing_is_live(source, ledger, state)
     assert ledger.reservations("lab") == []
     with ledger.database.read() as connection:
         assert [schedule.enabled for schedule in schedules.all_schedules(connection)] == [False]
-        assert quotas.all_quotas(connection) == []
+        assert usage.all_quotas(connection) == []
     assert set(read(ledger, exported, take_over=False).added.values()) == {0}
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.ledger import listing
+from orc.orchestrator.ledger import queries
 from orc.orchestrator.ledger.lifecycle import Event, Kind
-from orc.orchestrator.ledger.listing import InvalidCursor, JobFilter
 from orc.orchestrator.ledger.prune import PruneRule, prunable
+from orc.orchestrator.ledger.queries import InvalidCursor, JobFilter
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.views import JobRow
 
@@ -97,7 +97,7 @@ def test_a_clock_that_is_set_back_loses_no_job_and_no_order_of_events(ledger, pu
 
 @pytest.mark.parametrize(
     "cursor",
-    ["", "x", "é", "bnVsbA", "WzEsMl0", "W10", "W251bGwsImEiXQ", listing.encode_cursor(1.0, "a")[:-2], "[" * 99],
+    ["", "x", "é", "bnVsbA", "WzEsMl0", "W10", "W251bGwsImEiXQ", queries.encode_cursor(1.0, "a")[:-2], "[" * 99],
 )
 def test_what_no_page_has_given_is_no_cursor(ledger, cursor):
     with pytest.raises(InvalidCursor) as caught:
@@ -107,7 +107,7 @@ def test_what_no_page_has_given_is_no_cursor(ledger, cursor):
 
 
 def test_a_cursor_is_exact(clock):
-    assert listing.decode_cursor(listing.encode_cursor(1763862000.123456789, "a-1")) == (1763862000.123456789, "a-1")
+    assert queries.decode_cursor(queries.encode_cursor(1763862000.123456789, "a-1")) == (1763862000.123456789, "a-1")
 
 
 def test_events_after_one_come_in_order_up_to_a_limit_and_of_one_job(ledger, put):
@@ -178,7 +178,7 @@ def plan(database, sql, parameters):
 def test_lists_events_and_live_jobs_are_read_through_indexes(crowded):
     for wanted, index in QUERIES.values():
         for after in (None, (2500.0, "j2500")):
-            chosen, parameters = listing._chosen(wanted, after, 51)
+            chosen, parameters = queries._chosen(wanted, after, 51)
             told = plan(crowded, f"SELECT id, name FROM {chosen}", parameters)
             assert index in told
             assert "SCAN jobs |" not in told

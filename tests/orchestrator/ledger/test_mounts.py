@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from orc.orchestrator.ledger import database, proc
+from orc.orchestrator.ledger import database, ledger_file
 from orc.orchestrator.ledger.database import SqliteDatabase
 from orc.orchestrator.ledger.opening import open_database
 
@@ -33,19 +33,23 @@ TABLE = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
     ],
 )
 def test_the_innermost_and_newest_mount_holds_the_path(path, kind):
-    assert proc.kind_of(path, TABLE) == kind
+    assert ledger_file.kind_of(path, TABLE) == kind
 
 
 def test_only_file_systems_that_other_machines_write_to_count(tmp_path):
     table = tmp_path / "mountinfo"
     table.write_text(TABLE)
-    found = [proc.network_file_system(proc.Path(path), table) for path in ("/home/x", "/home/local", "/tmp")]
+    found = [
+        ledger_file.network_file_system(ledger_file.Path(path), table) for path in ("/home/x", "/home/local", "/tmp")
+    ]
     assert found == ["nfs4", None, None]
-    assert proc.network_file_system(tmp_path, tmp_path / "nothing") is None
+    assert ledger_file.network_file_system(tmp_path, tmp_path / "nothing") is None
 
 
 def test_this_machine_s_own_table_can_be_read():
-    assert proc.kind_of(os.path.realpath("/proc"), proc.Path("/proc/self/mountinfo").read_text()) == "proc"
+    assert (
+        ledger_file.kind_of(os.path.realpath("/proc"), ledger_file.Path("/proc/self/mountinfo").read_text()) == "proc"
+    )
 
 
 def journal_mode(opened: SqliteDatabase) -> str:

@@ -19,8 +19,8 @@ from orc.orchestrator.ledger import database as ledger_database
 from orc.orchestrator.ledger.database import SqliteDatabase, explained
 from orc.orchestrator.ledger.engine import CoreDatabase
 from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.ledger_file import holders, pids
 from orc.orchestrator.ledger.opening import open_database
-from orc.orchestrator.ledger.proc import holders, pids
 from orc.orchestrator.ledger.version import HEAD
 
 

@@ -10,7 +10,7 @@ from prepared_jobs import create_prepared
 from orc.launchers.backends.base import Placement
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
-from orc.orchestrator.ledger.queries import conditions
+from orc.orchestrator.ledger.queries import JobFilter, conditions
 from orc.orchestrator.ledger.records import EventRecord, NewJob, Reservation
 from orc.orchestrator.ledger.store import Ledger
 
@@ -166,8 +166,8 @@ def test_every_filter_of_rows_has_to_hold(ledger, put):
     put("c", 2, name="y", tags={"t": "2", "u": "1"}, waits=True)
     put("d", 1, name="y", tags={"u": "t"})
 
-    def found(**filters):
-        return [row[0] for row in ledger.rows(**filters)]
+    def found(limit=50, **filters):
+        return [row[0] for row in ledger.page(JobFilter(**filters), limit=limit).rows]
 
     assert found(name="x") == ["a", "b"]
     assert found(name="x", limit=1) == ["a"]
@@ -188,7 +188,7 @@ def test_no_states_are_a_condition_that_every_database_understands(ledger, put):
     put("a")
     asked = []
     ledger.database._raw.set_trace_callback(asked.append)
-    assert ledger.rows(states=[]) == []
+    assert ledger.page(JobFilter(states=[])).rows == []
     assert any(statement.startswith("SELECT id") for statement in asked)
     assert not any("()" in statement for statement in asked), "PostgreSQL takes no empty list"
 

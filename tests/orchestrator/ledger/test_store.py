@@ -8,6 +8,7 @@ from prepared_jobs import create_prepared
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
+from orc.orchestrator.ledger.queries import JobFilter
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.store import Ledger
 
@@ -120,8 +121,8 @@ def test_rows_are_filtered_by_state_name_and_tags_newest_first(ledger, clock):
         create(ledger, f"{name}-{i}", name=name, tags=tags)
         clock.now += 1
 
-    def ids(**filters):
-        return [row[0] for row in ledger.rows(**filters)]
+    def ids(limit=50, **filters):
+        return [row[0] for row in ledger.page(JobFilter(**filters), limit=limit).rows]
 
     assert ids() == ["x-3", "x-2", "y-1", "x-0"]
     assert ids(limit=2) == ["x-3", "x-2"]

@@ -6,27 +6,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from orc.orchestrator.ledger import (
-    audit,
-    dependencies,
-    groups,
-    outbox,
-    polls,
-    quotas,
-    schedules,
-    sealed_secrets,
-    tokens,
-)
+from orc.orchestrator.ledger import audit, dependencies, groups, outbox, polls, schedules, sealed_secrets, tokens, usage
 from orc.orchestrator.ledger.audit import AuditEntry
 from orc.orchestrator.ledger.dependencies import Dependency
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.groups import GroupRecord, Member
 from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
 from orc.orchestrator.ledger.polls import ClusterPoll
-from orc.orchestrator.ledger.quotas import Quota
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.schedules import ScheduleRecord
 from orc.orchestrator.ledger.tokens import TokenRecord
+from orc.orchestrator.ledger.usage import Quota
 
 
 @pytest.fixture
@@ -222,13 +212,13 @@ def test_a_notification_is_stored_once_taken_by_one_and_sent_again_until_it_is_d
 
 def test_quotas_are_replaced_and_removed(opened):
     with opened() as connection:
-        quotas.put(connection, Quota("user", "ann", "gpus", 4))
-        quotas.put(connection, Quota("project", "vision", "cost", 99.5))
-        quotas.put(connection, Quota("user", "ann", "gpus", 8))
-        assert quotas.all_quotas(connection) == [("project", "vision", "cost", 99.5), ("user", "ann", "gpus", 8)]
-        assert quotas.remove(connection, "user", "ann", "gpus")
-        assert not quotas.remove(connection, "user", "ann", "gpus")
-        assert len(quotas.all_quotas(connection)) == 1
+        usage.put_quota(connection, Quota("user", "ann", "gpus", 4))
+        usage.put_quota(connection, Quota("project", "vision", "cost", 99.5))
+        usage.put_quota(connection, Quota("user", "ann", "gpus", 8))
+        assert usage.all_quotas(connection) == [("project", "vision", "cost", 99.5), ("user", "ann", "gpus", 8)]
+        assert usage.remove_quota(connection, "user", "ann", "gpus")
+        assert not usage.remove_quota(connection, "user", "ann", "gpus")
+        assert len(usage.all_quotas(connection)) == 1
 
 
 def test_sealed_secrets_are_replaced_and_forgotten(ledger, opened):

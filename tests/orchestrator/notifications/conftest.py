@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orc.orchestrator.notifications.settings import Settings, load_settings
+from orc.orchestrator.notifications.targets import Settings, load_settings
 
 
 @dataclass

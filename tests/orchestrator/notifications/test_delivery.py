@@ -24,8 +24,7 @@ from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.notifications.deliverer import Deliverer
 from orc.orchestrator.notifications.delivery import MAX_TRIES, Report, deliver_due
-from orc.orchestrator.notifications.settings import Settings
-from orc.orchestrator.notifications.targets import Policy
+from orc.orchestrator.notifications.targets import Policy, Settings
 
 
 def _none(names):

@@ -20,11 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orc.launchers.errors import LaunchError, SpecError
-from orc.orchestrator.notifications import message
+from orc.orchestrator.notifications import delivery
 from orc.orchestrator.notifications.delivery import send
 from orc.orchestrator.notifications.sending import Undelivered, _pinned, is_public, post
-from orc.orchestrator.notifications.settings import Settings, load_settings
-from orc.orchestrator.notifications.targets import Policy, Undeliverable, shown, target_of
+from orc.orchestrator.notifications.targets import Policy, Settings, Undeliverable, load_settings, shown, target_of
 
 PAGE = (Path(__file__).parents[3] / "docs/how-to/notifications.md").read_text()
 PAYLOAD = {
@@ -80,14 +79,14 @@ def test_the_documented_verification_takes_what_is_sent_and_nothing_else(web, se
 def test_a_key_of_standard_webhooks_is_taken_as_their_libraries_do():
     # The example of the specification's own test vectors.
     key, body = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", b'{"test": 2432232314}'
-    assert message.signature(key, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, body) == (
+    assert delivery.signature(key, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, body) == (
         "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
     )
 
 
 def test_nothing_of_a_job_is_markup_in_slack():
     hostile = {**PAYLOAD, "job": "<!channel>", "reason": "*bold* <https://evil.example|click> & more"}
-    text = json.loads(message.slack_body(hostile))["text"]
+    text = json.loads(delivery.slack_body(hostile))["text"]
     assert "<" not in text
     assert "*bold*" not in text
     assert "&lt;!channel&gt;" in text

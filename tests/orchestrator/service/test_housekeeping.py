@@ -12,6 +12,8 @@ from fake_backend import FakeBackend
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import SpecError
 from orc.orchestrator.api import tokens
+from orc.orchestrator.api.submissions import Digests, NewMember
+from orc.orchestrator.api.submitting import Submitter
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine.snapshots import take
 from orc.orchestrator.ledger import audit, content_holders
@@ -19,10 +21,9 @@ from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.service import housekeeping
+from orc.orchestrator.service.contents import note_holder
 from orc.orchestrator.service.housekeeping import Housekeeper, keep_house
 from orc.orchestrator.service.settings import load_settings
-from orc.orchestrator.service.submitting import Submitter
-from orc.orchestrator.service.submitting_groups import GroupSubmitter, WantedMember
 from orc.orchestrator.workspace import login_name
 
 DAY = 86400
@@ -161,14 +162,16 @@ def test_a_key_whose_job_was_removed_makes_a_job_that_runs(client, backend, cloc
     loaded = job_file()
     snapshot = take(client.workspace.store, loaded, lambda *_: None, backend)
 
+    spec, digests = loaded.spec.model_dump(mode="json"), Digests(snapshot.code.digest)
+    client.session.serves = True
+    submitter = Submitter(client.session, "the-same-key")
+
     def submit():
-        submitter = Submitter(client, login_name(), "the-same-key", lambda _: True)
-        return submitter.submit(loaded.spec.model_dump(mode="json"), {"code": snapshot.code.digest}, "", {})
+        note_holder(client.workspace.ledger, login_name(), [digests.code])
+        return submitter.submit(NewMember(0, digests, spec), "", {})
 
     def submit_group():
-        submitter = GroupSubmitter(client, login_name(), "the-same-key", lambda _: True)
-        members = [WantedMember(i, loaded.spec.model_dump(mode="json"), {"code": snapshot.code.digest}) for i in (0, 1)]
-        return submitter.submit_group("sweep", "many", None, members, "", {})
+        return submitter.submit_group("sweep", "many", None, [NewMember(i, digests, spec) for i in (0, 1)], "", {})
 
     for made in range(1, 4):
         ids = [submit().id, *(member.job.id for member in submit_group().members)]

@@ -26,7 +26,7 @@ from orc.launchers.backends.base import Cause, Handle, Phase, Snapshot
 from orc.launchers.backends.local.backend import LocalBackend, _python_problem
 from orc.launchers.errors import BackendError, NoRoom
 from orc.launchers.ids import AttemptId
-from orc.launchers.layout import Layout
+from orc.launchers.paths import Layout
 from orc.launchers.plan import Plan
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.runtime_tree import runtime_bundle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orc.launchers.backends.sagemaker.hyperparameters import hyperparameters
+from orc.launchers.backends.sagemaker.rendering import hyperparameters
 from orc.launchers.errors import RenderError
 
 

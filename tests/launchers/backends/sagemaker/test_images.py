@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from orc.launchers.backends.sagemaker.aws import stock_image
 from orc.launchers.backends.sagemaker.images import (
     HUGGINGFACE,
     PYTORCH,
@@ -19,7 +20,6 @@ from orc.launchers.backends.sagemaker.images import (
     pending,
     python_of,
 )
-from orc.launchers.backends.sagemaker.sdk import stock_image
 from orc.launchers.errors import BackendError, RenderError
 
 pytest.importorskip("sagemaker")

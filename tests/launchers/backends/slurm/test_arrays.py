@@ -19,7 +19,7 @@ from orc.launchers.backends.base import (
 )
 from orc.launchers.backends.slurm import SlurmBackend, arrays
 from orc.launchers.errors import AmbiguousSubmit, BackendError
-from orc.launchers.layout import Layout
+from orc.launchers.paths import Layout
 from orc.launchers.plan import Plan
 from orc.launchers.spec.clusters import Cluster
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from orc.launchers.backends.slurm.heterogeneous import components
 from orc.launchers.backends.slurm.options import SlurmOptions, SlurmSettings, read_options, read_settings
+from orc.launchers.backends.slurm.script import components
 from orc.launchers.remote.ssh.hosts import HostSpec
 from orc.launchers.spec import JobSpec
 

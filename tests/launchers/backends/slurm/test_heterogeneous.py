@@ -10,8 +10,8 @@ import pytest
 
 from orc.launchers.backends.base import Phase
 from orc.launchers.backends.slurm import arrays
-from orc.launchers.backends.slurm.heterogeneous import components
 from orc.launchers.backends.slurm.options import read_options
+from orc.launchers.backends.slurm.script import components
 from orc.launchers.errors import BackendError, RenderError, SpecError
 from orc.launchers.spec import JobSpec
 

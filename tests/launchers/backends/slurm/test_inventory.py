@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from orc.launchers.backends.base import PartitionReport, QueuedJob
+from orc.launchers.backends.slurm.client import parse_expected, parse_sinfo
 from orc.launchers.backends.slurm.discovery import ClusterFacts, entry, entry_name
-from orc.launchers.backends.slurm.inventory import parse_expected, parse_sinfo
 from orc.launchers.backends.slurm.options import read_options, read_settings
 from orc.launchers.errors import LaunchError
 from orc.launchers.spec.clusters import load_clusters

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from orc.launchers.backends.tpu.lifecycle import Creation, Node, QueuedResource
-from orc.launchers.backends.tpu.listing import Listing, list_resources
-from orc.launchers.backends.tpu.poller import LONGEST_S, Poller
+from orc.launchers.backends.tpu.listing import LONGEST_S, Listing, Poller, list_resources
 from orc.launchers.backends.tpu.request import QUEUED, TpuLocation
 
 A, B, C = ZONES = ("us-central2-b", "europe-west4-a", "us-east1-d")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers.backends.ssh.transports import open_transports
+from orc.launchers.backends.ssh.hosts import open_transports
 from orc.launchers.remote.transport import Transport
 
 Reach = Callable[..., Transport]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hosts_testbed import eventually
 
-from orc.launchers.backends.ssh.transports import open_transports
+from orc.launchers.backends.ssh.hosts import open_transports
 from orc.launchers.errors import BackendError, LaunchError
 from orc.launchers.remote.ssh.fanout import each
 from orc.launchers.remote.transport import Completed, Transport

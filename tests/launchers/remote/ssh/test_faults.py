@@ -243,7 +243,7 @@ def test_a_directory_of_somebody_else_is_named(hosts: Any, reach: Reach) -> None
 def test_what_a_killed_laptop_had_started_is_ended(hosts: Any) -> None:
     code = f"""
 from orc.launchers.spec.clusters import Cluster
-from orc.launchers.backends.ssh.transports import open_transports
+from orc.launchers.backends.ssh.hosts import open_transports
 options = dict(hosts=["node1"], ssh_config={str(hosts.ssh_config)!r})
 cluster = Cluster(name="lab", kind="ssh", root="/r", options=options)
 open_transports(cluster)["node1"].run(("sleep", "76"), timeout_s=60)

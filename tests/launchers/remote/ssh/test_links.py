@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import pytest
 from hosts_testbed import eventually
 
-from orc.launchers.backends.ssh.transports import open_transports
+from orc.launchers.backends.ssh.hosts import open_transports
 from orc.launchers.errors import BackendUnreachable, LaunchError, SpecError
 from orc.launchers.remote.ssh.errors import HostAccessError, LinkLost
 from orc.launchers.remote.ssh.fanout import each
@@ -100,7 +100,7 @@ def test_closing_is_quiet_when_the_way_breaks_off_at_that_moment(
 def test_a_program_that_forgets_to_close_ends_quietly(hosts: Any) -> None:
     code = f"""
 from orc.launchers.spec.clusters import Cluster
-from orc.launchers.backends.ssh.transports import open_transports
+from orc.launchers.backends.ssh.hosts import open_transports
 options = dict(hosts=["node1", dict(name="node2", via="node3")], ssh_config={str(hosts.ssh_config)!r})
 for transport in open_transports(Cluster(name="lab", kind="ssh", root="/r", options=options)).values():
     print(transport.run(("hostname",), timeout_s=60).stdout.strip())

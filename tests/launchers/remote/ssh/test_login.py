@@ -49,7 +49,7 @@ def refused(transport: Any) -> HostAccessError:
 @pytest.fixture
 def enter(hosts: Any, tmp_path: Path) -> Iterator[Any]:
     """A transport to node1 with nothing but this configuration."""
-    from orc.launchers.backends.ssh.transports import open_transports
+    from orc.launchers.backends.ssh.hosts import open_transports
 
     opened = []
 

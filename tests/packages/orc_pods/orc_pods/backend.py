@@ -91,7 +91,7 @@ class PodBackend(base.Backend):
         hosts = [f"127.0.{self.options.subnet}.{node + 1}" for node in range(job.resources.max_nodes)]
         layout = ContainerLayout.of(snapshot, "/mnt/orc", code="/mnt/code", kept="/mnt/kept")
         port = 20000 + zlib.crc32(attempt.marker.encode()) % 10000  # the network is this machine's
-        more = {"hosts": hosts, "setup": [*self.cluster.setup, *job.setup], "image": "the cluster", "hub_port": port}
+        more = {"hosts": hosts, "setup": [*self.cluster.setup, *job.setup], "image": "the cluster", "link_port": port}
         config = container_config(job, snapshot, attempt, self.cluster, layout, **more)
         return Plan(
             attempt=attempt,

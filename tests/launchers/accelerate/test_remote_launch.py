@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from orc.launchers.accelerate.elsewhere import HOSTS, SAGEMAKER, JobOfLaunch, job_of, place_of
 from orc.launchers.accelerate.merge import Values
+from orc.launchers.accelerate.remote_launch import HOSTS, SAGEMAKER, JobOfLaunch, job_of, place_of
 from orc.launchers.errors import LaunchError
 from orc.launchers.foreground.launch import LocalLaunch
 

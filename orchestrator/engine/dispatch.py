@@ -1,4 +1,4 @@
-"""Driving: each job that its cluster has not got yet is brought a step further, the one whose turn is earliest first.
+"""Dispatch: each job that its cluster has not got yet is brought a step further, the first of the queue first.
 
 Nothing else prepares attempts, places them and sends them: neither a first submission nor a retry nor an array.
 """
@@ -9,18 +9,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.engine import admission, arrays, claims, delivery, job_secrets, late_copies
+from orc.orchestrator.engine import admission, arrays, claims, delivery, job_secrets, orphans
 from orc.orchestrator.engine import submission_steps as steps
-from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs
+from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs, stored_spec
 from orc.orchestrator.engine.fair_share import read_head_starts
 from orc.orchestrator.engine.fault_points import fault_point
-from orc.orchestrator.engine.pass_report import PassReport, note_unreachable, write_all
 from orc.orchestrator.engine.placement import PlacementPlanner
 from orc.orchestrator.engine.progress import Progress, silent
-from orc.orchestrator.engine.stored_spec import stored_spec
-from orc.orchestrator.engine.turns import turn
+from orc.orchestrator.engine.queueing import queue_key
 from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel
-from orc.orchestrator.engine.writing import apply
+from orc.orchestrator.engine.writing import PassReport, apply, note_unreachable, write_all
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord
@@ -28,21 +26,21 @@ from orc.orchestrator.ledger.transaction import Transaction
 from orc.orchestrator.workspace import OutOfReach, Workspace
 
 
-def drive_new(ws: Workspace, jobs: Sequence[JobRecord], progress: Progress) -> PassReport:
+def dispatch_new(ws: Workspace, jobs: Sequence[JobRecord], progress: Progress) -> PassReport:
     """Run the part of a pass that sends over *jobs*, which this process has just enqueued and claimed.
 
     *progress* is told of each step. Those that a cluster which cannot be reached was to get have failed: whoever
     submits them is told so, and they do not start an hour later. Raises `LedgerError`, and what a defect raises.
     """
     report = PassReport()
-    drive_in_turn(ws, jobs, report, progress)
+    dispatch(ws, jobs, report, progress)
     return report
 
 
-def drive_in_turn(
+def dispatch(
     ws: Workspace, jobs: Sequence[JobRecord], report: PassReport, progress: Progress | None = None
 ) -> set[str]:
-    """Drive those of *jobs* that are not held back, the earliest turn first; note what the others wait for.
+    """Dispatch those of *jobs* that are not held back, in the order of the queue; note what the others wait for.
 
     One that could not be sent although it may be (its snapshot is elsewhere, there is no room) stops nobody: those that
     were held back while it was before them are looked at again. Returns the ids of those that are held back at the end.
@@ -55,13 +53,13 @@ def drive_in_turn(
     while left:
         together = arrays.of_groups(ws, left)
         admitted, held = _admit(ws, left, tried, together)
-        for jobs_at_once in _drives(admitted, together):
+        for jobs_at_once in _batches(admitted, together):
             job = jobs_at_once[0]
             older = _in_the_way(ws, job, closed)
             if older:
                 if not job.reason.startswith("waiting for"):
                     behind.append((job, f"waiting for room: {older} is older and waits for the same hosts"))
-            elif _drive(ws, jobs_at_once, report, progress):
+            elif _dispatch_batch(ws, jobs_at_once, report, progress):
                 closed.setdefault(job.cluster, {}).update(dict.fromkeys(_candidates(ws, job), job.id))
         if not admitted or not held:
             break
@@ -78,7 +76,7 @@ def drive_in_turn(
     return {job.id for job, _ in held}
 
 
-def _drives(jobs: Sequence[JobRecord], together: Mapping[str, Collection[str]]) -> list[list[JobRecord]]:
+def _batches(jobs: Sequence[JobRecord], together: Mapping[str, Collection[str]]) -> list[list[JobRecord]]:
     """Return *jobs* in their order, those that go *together* at the place of the first of them."""
     found: dict[str, list[JobRecord]] = {}
     for job in jobs:
@@ -88,7 +86,7 @@ def _drives(jobs: Sequence[JobRecord], together: Mapping[str, Collection[str]]) 
 
 
 def _in_the_way(ws: Workspace, job: JobRecord, closed: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a job that waits for all hosts that the queued *job* could run on, and whose turn is before it."""
+    """Return a job that waits for all hosts that the queued *job* could run on, and that is before it in the queue."""
     waited_for = closed.get(job.cluster)
     if not waited_for or not _asks_to_be_sent(job):
         return ""
@@ -106,7 +104,7 @@ def _candidates(ws: Workspace, job: JobRecord) -> frozenset[str]:
             hosts = backend.candidates(stored_spec(ws, job.id)) if isinstance(backend, SupportsPlacement) else ()
             ws.candidates[job.id] = frozenset(hosts)
         except LaunchError:
-            return frozenset()  # its own turn says so
+            return frozenset()  # its own dispatch says so
     return ws.candidates[job.id]
 
 
@@ -123,12 +121,12 @@ def _admit(
             name: read_head_starts(ws, tx, name) for name in {job.cluster for job in jobs} if places_jobs(ws, name)
         }
 
-        def turn_of(job: JobRecord) -> tuple[float, float, str]:
+        def key_of(job: JobRecord) -> tuple[float, float, str]:
             head_start_s = starts.get(job.cluster, {}).get(job.owner, 0.0)
-            return turn(job.created_at, job.priority, job.id, head_start_s=head_start_s)
+            return queue_key(job.created_at, job.priority, job.id, head_start_s=head_start_s)
 
         look = admission.Admission(ws, tx, [job for job in jobs if _asks_to_be_sent(job)], besides, together)
-        for job in sorted(jobs, key=turn_of):
+        for job in sorted(jobs, key=key_of):
             if _asks_to_be_sent(job) and (hold := look.hold(job)):
                 held.append((job, hold.reason))
             else:
@@ -140,10 +138,10 @@ def _asks_to_be_sent(job: JobRecord) -> bool:
     return job.state is JobState.QUEUED and job.cancel_requested_at is None
 
 
-def _drive(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport, progress: Progress | None) -> bool:
+def _dispatch_batch(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport, progress: Progress | None) -> bool:
     """Finish an interrupted submission, or make the next attempt; of several jobs, as one array.
 
-    *progress* is that of `drive_new`, which has claimed the jobs. True where the job waits for hosts.
+    *progress* is that of `dispatch_new`, which has claimed the jobs. True where the job waits for hosts.
     """
     ids, cluster, new = [job.id for job in jobs], jobs[0].cluster, progress is not None
     if not new and not _claim(ws, jobs):
@@ -152,7 +150,7 @@ def _drive(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport, progres
         # What was read before the claim may be old; what is read now stays, but for a request to cancel.
         current = jobs if new else ws.ledger.jobs(ids)
         if {job.id: job.revision for job in current} == {job.id: job.revision for job in jobs}:
-            return _drive_claimed(ws, current, progress or silent)
+            return _dispatch_claimed(ws, current, progress or silent)
     except LedgerError:
         raise
     except Conflict:
@@ -199,7 +197,7 @@ def _reject(ws: Workspace, jobs: Sequence[JobRecord], reason: str) -> None:
         steps.reject(ws, job, job_secrets.without_values(ws, job.id, reason))
 
 
-def _drive_claimed(ws: Workspace, jobs: Sequence[JobRecord], progress: Progress) -> bool:
+def _dispatch_claimed(ws: Workspace, jobs: Sequence[JobRecord], progress: Progress) -> bool:
     if len(jobs) > 1:
         return _send(ws, jobs, progress)
     job, attempt = jobs[0], jobs[0].attempt
@@ -275,7 +273,7 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
     visibility_s = backend.visibility_s
     sent_to = job.attempt.sent_to or ws.destination(job.cluster, job.owner, given)
     if handle is None and (visibility_s <= 0 or job.attempt.first_negative_at is not None):
-        late_copies.expect(ws, job, given)  # before it is given up, so that nothing can come unexpected
+        orphans.expect(ws, job, given)  # before it is given up, so that nothing can come unexpected
 
     def change(current: JobRecord, now: float) -> JobUpdate:
         attempt = current.attempt
@@ -310,4 +308,4 @@ def places_jobs(ws: Workspace, cluster: str) -> bool:
     try:
         return isinstance(ws.backend(cluster), SupportsPlacement)
     except LaunchError:
-        return False  # its jobs' turn says what is wrong with the cluster
+        return False  # the dispatch of its jobs says what is wrong with the cluster

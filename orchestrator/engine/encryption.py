@@ -1,8 +1,8 @@
-"""Sealing of secrets at rest: authenticated encryption (Fernet) with keys that are not in the ledger.
+"""Encryption of secrets at rest: authenticated encryption (Fernet) with keys that are not in the ledger.
 
 Keys are those of ``$ORC_SECRETS_KEY`` (separated by commas), else the lines of ``secrets.key`` in the state directory,
-mode 0600, which the first use makes. The first key seals, all of them open: a new one is put in front, and an old one
-removed when the jobs that were sealed with it have ended.
+mode 0600, which the first use makes. The first key encrypts, all of them decrypt: a new one is put in front, and an old
+one removed when the jobs that were encrypted with it have ended.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from orc.launchers.secrets import read_private
 if TYPE_CHECKING:
     from cryptography.fernet import MultiFernet
 
+
 VARIABLE = "ORC_SECRETS_KEY"
 FILE = "secrets.key"
 
 
-class UnsealError(LaunchError):
-    """The key that secrets were sealed with is not here."""
+class DecryptionError(LaunchError):
+    """The key that secrets were encrypted with is not here."""
 
 
-def seal(state_dir: Path, job_id: str, values: Mapping[str, str]) -> str:
+def encrypt(state_dir: Path, job_id: str, values: Mapping[str, str]) -> str:
     """Return *values* as ciphertext, which opens for *job_id* alone. Raises `LaunchError` without a usable key."""
     text = json.dumps({"job": job_id, "values": dict(values)})
     return _cipher(state_dir, create=True).encrypt(text.encode()).decode()
 
 
-def unseal(state_dir: Path, job_id: str, sealed: str) -> dict[str, str]:
-    """Return the values that `seal` was given. Raises `UnsealError`, which repeats nothing of it."""
+def decrypt(state_dir: Path, job_id: str, ciphertext: str) -> dict[str, str]:
+    """Return the values that `encrypt` was given. Raises `DecryptionError`, which repeats nothing of it."""
     from cryptography.fernet import InvalidToken
 
     try:
-        opened = json.loads(_cipher(state_dir, create=False).decrypt(sealed.encode()))
+        opened = json.loads(_cipher(state_dir, create=False).decrypt(ciphertext.encode()))
     except InvalidToken:
         opened = None
     if not isinstance(opened, dict) or opened.get("job") != job_id:
-        raise UnsealError(
-            "the job's secrets were sealed with another key",
+        raise DecryptionError(
+            "the job's secrets were encrypted with another key",
             where=job_id,
             hint=f"${VARIABLE} or {state_dir / FILE} has to hold the key of the service, old ones after new ones",
         )
@@ -70,7 +71,7 @@ def _cipher(state_dir: Path, *, create: bool) -> MultiFernet:
     except ValueError:
         keys = []
     if not keys:
-        raise UnsealError(
+        raise DecryptionError(
             "there is no usable key for secrets",
             where=VARIABLE if given else str(path),
             hint="a key is 32 bytes as URL-safe base64; the service makes one in its state directory",

@@ -1,4 +1,4 @@
-"""Hub of the link: node 0's endpoint, which the others are connected to, and which passes on what concerns others."""
+"""Server of the link: node 0's endpoint, which the others connect to, and which passes on what concerns others."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from orc.launchers.agent.link.records import concerns, may_send
 from orc.launchers.agent.network import interface_of, plain
 
 TYPE_CHECKING = False
+
 if TYPE_CHECKING:
     import socket
     from collections.abc import Mapping
     from typing import Any
 
+
 STRANGERS = 512  # connections that have not said who they are
 ACCEPT_AGAIN_S = 0.5  # after an error of this host, like too many open files
 
 
-class Hub(LinkEndpoint):
+class LinkServer(LinkEndpoint):
     """Node 0's endpoint."""
 
     def __init__(self, settings: Mapping[str, Any], listener: socket.socket) -> None:
         super().__init__(settings)
         self.listener = listener
         self.nnodes = int(settings["nnodes"])
-        self.context = tls_context(self.token, hub=True)
+        self.context = tls_context(self.token, server=True)
         # From Python 3.11 on a buffer that each connection keeps: 256 KiB, unless told otherwise.
         SSLProtocol.max_size = 1 << 14
         self.strangers: list[asyncio.Task[None]] = []
@@ -66,7 +68,7 @@ class Hub(LinkEndpoint):
         await self.serve(channel)
 
     async def shake_hands(self, channel: Channel) -> None:
-        """Have the joiner say who it is. Raises `PeerDisconnected`."""
+        """Have the client say who it is. Raises `PeerDisconnected`."""
         # The restart is for who does not know its own: see the entry of SageMaker.
         channel.send({"orc-link": VERSION, "restart": self.restart})
         hello = await channel.receive()

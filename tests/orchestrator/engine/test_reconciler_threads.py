@@ -12,7 +12,7 @@ from hosts_testbed import eventually
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine.driver import Driver
+from orc.orchestrator.engine.reconciler_threads import ReconcilerThreads
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def open_client(clusters):
 
 
 @contextmanager
-def running(*drivers: Driver):
+def running(*drivers: ReconcilerThreads):
     stop = threading.Event()
     threads = [threading.Thread(target=driver.run, args=(stop,)) for driver in drivers]
     for thread in threads:
@@ -50,7 +50,7 @@ def state(client, view):
 def test_a_cluster_that_hangs_keeps_no_other_waiting(clusters, open_client, job_file, monkeypatch):
     go_on = threading.Event()
     monkeypatch.setattr(clusters["other"], "poll", lambda _: go_on.wait(60) and {})
-    driver = Driver(open_client, look_s=0.05)
+    driver = ReconcilerThreads(open_client, look_s=0.05)
     with open_client() as client:
         views = {name: client.submit(job_file(cluster=name)) for name in clusters}
         clusters["local"].set(views["local"].attempt.marker, Phase.SUCCEEDED)
@@ -67,7 +67,7 @@ def test_a_cluster_that_hangs_keeps_no_other_waiting(clusters, open_client, job_
 
 def test_a_defect_of_one_cluster_is_reported_and_ends_nothing(clusters, open_client, job_file):
     clusters["other"].behave(poll="bug")
-    driver = Driver(open_client, look_s=0.05)
+    driver = ReconcilerThreads(open_client, look_s=0.05)
     with open_client() as client:
         views = [client.submit(job_file(cluster=name)) for name in clusters]
         with running(driver):
@@ -90,7 +90,7 @@ def test_a_ledger_that_cannot_be_used_for_a_while_is_tried_again(open_client, cl
             raise refused.pop()
         return open_client()
 
-    driver = Driver(hardly, look_s=0.05)
+    driver = ReconcilerThreads(hardly, look_s=0.05)
     with open_client() as client:
         view = client.submit(job_file())
         clusters["local"].set(view.attempt.marker, Phase.SUCCEEDED)
@@ -105,7 +105,7 @@ def test_two_drivers_on_one_ledger_send_each_attempt_once(open_client, clusters,
     retry = {"max_attempts": 3, "on": ["crash"], "backoff": 0}
     with open_client() as client:
         views = [client.submit(job_file(retry=retry)) for _ in range(5)]
-        with running(Driver(open_client, look_s=0.02), Driver(open_client, look_s=0.02)):
+        with running(ReconcilerThreads(open_client, look_s=0.02), ReconcilerThreads(open_client, look_s=0.02)):
             for number in (1, 2):
                 for view in views:
                     clusters["local"].set(f"orc-{view.id}-a{number}", Phase.FAILED, cause="crash")

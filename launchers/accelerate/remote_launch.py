@@ -21,8 +21,9 @@ from orc.launchers.errors import LaunchError
 from orc.launchers.spec.source import Document
 
 if TYPE_CHECKING:
-    from orc.launchers.accelerate.notes import Note
+    from orc.launchers.accelerate.draft import Note
     from orc.launchers.foreground.launch import LocalLaunch
+
 
 SAGEMAKER, HOSTS = "sagemaker", "hosts"
 CREDENTIALS = ("aws_access_key_id", "aws_secret_access_key")

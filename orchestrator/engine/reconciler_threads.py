@@ -1,6 +1,6 @@
-"""Driver: passes that never end, for `orc serve`. Each cluster with live jobs has a thread of its own.
+"""Threads of the reconciler: endless passes, for `orc serve`. Each cluster with live jobs has a thread of its own.
 
-So a cluster that hangs, or whose backend has a defect, keeps no other waiting. Several drivers may run on one ledger,
+So a cluster that hangs, or whose backend has a defect, keeps no other waiting. Several of them may run on one ledger,
 in one process or on several machines: claims and leases in the ledger decide who takes a step, and any of them may be
 killed at any time.
 """
@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from orc.orchestrator.engine import late_copies, schedules
+from orc.orchestrator.engine import orphans, schedules
 from orc.orchestrator.engine.pass_loop import PassLoop
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
 
 if TYPE_CHECKING:
     from orc.orchestrator.engine.pass_loop import Passes
+
 
 LOOK_S = 1.0  # between two looks at the ledger for live jobs; a cluster whose jobs have changed gets a pass then
 STOP_S = 30.0  # for which the end waits for passes that are under way; what they leave behind is found by the next one
@@ -42,8 +43,8 @@ class ClusterPasses:
 
 
 @dataclass(frozen=True)
-class DriverStatus:
-    """State of a driver, for a health check."""
+class ReconcilerStatus:
+    """State of the threads, for a health check."""
 
     running: bool
     looked_at: float | None  # when it last saw the ledger
@@ -51,20 +52,20 @@ class DriverStatus:
     clusters: tuple[ClusterPasses, ...]
 
 
-class Driver:
+class ReconcilerThreads:
     """Runs passes until it is stopped. *open_client* opens a client for the thread that calls it."""
 
     def __init__(self, open_client: Callable[[], Passes], *, look_s: float = LOOK_S) -> None:
         self._open_client = open_client
         self._look_s = look_s
         self._lock = threading.Lock()
-        self._status = DriverStatus(False, None, "", ())
+        self._status = ReconcilerStatus(False, None, "", ())
         self._clusters: dict[str, ClusterPasses] = {}
         self._workers: dict[str, _Worker] = {}
 
     @property
-    def status(self) -> DriverStatus:
-        """The state of this driver now; from any thread."""
+    def status(self) -> ReconcilerStatus:
+        """The state of the threads now; from any thread."""
         with self._lock:
             return replace(self._status, clusters=tuple(self._clusters[name] for name in sorted(self._clusters)))
 
@@ -106,7 +107,7 @@ class Driver:
             )
         self._note(looked_at=ledger.now(), error="")
         live = {cluster for cluster, _, _ in rows}
-        rows += [(cluster, 0, 0) for cluster in sorted(late_copies.due_clusters(client.workspace) - live)]
+        rows += [(cluster, 0, 0) for cluster in sorted(orphans.due_clusters(client.workspace) - live)]
         for cluster, count, revisions in rows:
             worker = self._workers.get(cluster)
             if worker is None or not worker.thread.is_alive():
@@ -142,11 +143,11 @@ class Driver:
 class _Worker:
     """Thread that runs passes over the jobs of one cluster, as long as there are some."""
 
-    def __init__(self, driver: Driver, cluster: str, stop: threading.Event) -> None:
+    def __init__(self, threads: ReconcilerThreads, cluster: str, stop: threading.Event) -> None:
         self.cluster = cluster
         self.wake = threading.Event()
         self.mark: tuple[int, int] | None = None
-        self._driver, self._stop = driver, stop
+        self._threads, self._stop = threads, stop
         self.thread = threading.Thread(target=self._work, name=f"orc-passes-{cluster}", daemon=True)
 
     def _work(self) -> None:
@@ -163,7 +164,7 @@ class _Worker:
                     _close(client)
                     client = None
                 if client is None or passes is None:
-                    client = self._driver.open_client()
+                    client = self._threads.open_client()
                     passes = PassLoop(client, self.cluster)
                     described = _stamp(client)
                 found = passes.run()
@@ -177,7 +178,7 @@ class _Worker:
                 _close(client)
                 client = passes = None
                 length = min(_RETRY_S[0] * 2.0 ** min(failures, 8), _RETRY_S[1])
-            self._driver.note_pass(replace(done, pass_at=time.time(), took_s=time.monotonic() - began))
+            self._threads.note_pass(replace(done, pass_at=time.time(), took_s=time.monotonic() - began))
             if not done.live:
                 break  # the next job on this cluster brings another thread
             self.wake.wait(length)

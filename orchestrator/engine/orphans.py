@@ -1,7 +1,7 @@
-"""Late copies: what a cut-off submission brings to its cluster after its job was refused or cancelled is cancelled.
+"""Orphans: what a cut-off submission brings to its cluster after its job was refused or cancelled is cancelled.
 
 A submission that nobody could find was given up (`RELEASED`), and its job may have ended before anything else was sent.
-The agents' lease keeps two copies of one attempt from running, but of such an attempt the late copy is the first. Nor
+The agents' lease keeps two copies of one attempt from running, but of such an attempt the orphan is the first copy. Nor
 does a lease help where the attempt was sent again to another place (its owner has another account, the cluster another
 root) or to other hosts. So the copy is looked for by its marker, where it was sent, for some time, and told to end as
 soon as it shows itself.
@@ -18,16 +18,17 @@ from orc.launchers.errors import LaunchError
 from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine.updates import JobUpdate
 from orc.orchestrator.engine.writing import apply
-from orc.orchestrator.ledger import late_copies as rows
+from orc.orchestrator.ledger import orphans as rows
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Handle
-    from orc.orchestrator.engine.pass_report import PassReport
-    from orc.orchestrator.ledger.late_copies import LateCopy
+    from orc.orchestrator.engine.writing import PassReport
+    from orc.orchestrator.ledger.orphans import Orphan
     from orc.orchestrator.ledger.records import AttemptRecord, Destination, JobRecord
     from orc.orchestrator.workspace import Workspace
+
 
 WATCH_S = 900.0  # for which a copy is looked for after its attempt was last in doubt
 LOOK_S = 30.0  # between two looks
@@ -57,7 +58,7 @@ def is_given_up(attempt: AttemptRecord) -> bool:
     return attempt.state.terminal and not attempt.handle
 
 
-def is_elsewhere(attempt: AttemptRecord, sent_to: Destination | None, hosts: Sequence[str]) -> bool:
+def is_outside_lease(attempt: AttemptRecord, sent_to: Destination | None, hosts: Sequence[str]) -> bool:
     """Return True where a copy at *sent_to*, on *hosts*, is kept from running by no lease that *attempt* has."""
     return _is_another_place(attempt, sent_to) or bool(_hosts_apart(attempt, hosts))
 
@@ -72,7 +73,7 @@ def _hosts_apart(attempt: AttemptRecord, hosts: Sequence[str]) -> tuple[str, ...
     return tuple(host for host in hosts if host not in own)
 
 
-def end_if_apart(ws: Workspace, job: JobRecord, handle: Handle, sent_to: Destination | None) -> None:
+def end_if_orphaned(ws: Workspace, job: JobRecord, handle: Handle, sent_to: Destination | None) -> None:
     """End the copy that *handle* names at *sent_to*, where the newest attempt of *job* was given up before it came, or
     runs elsewhere.
 
@@ -81,7 +82,7 @@ def end_if_apart(ws: Workspace, job: JobRecord, handle: Handle, sent_to: Destina
     attempt = job.attempt
     if attempt is None or attempt.marker != handle.marker:
         return
-    if not is_given_up(attempt) and not (attempt.handle and is_elsewhere(attempt, sent_to, handle.hosts)):
+    if not is_given_up(attempt) and not (attempt.handle and is_outside_lease(attempt, sent_to, handle.hosts)):
         return
     try:
         _end(ws, job, attempt, handle, sent_to)
@@ -108,16 +109,16 @@ def end_due(ws: Workspace, report: PassReport, cluster: str | None = None) -> No
             _look_in_vain(ws, copy)
 
 
-def _due(ws: Workspace) -> list[LateCopy]:
+def _due(ws: Workspace) -> list[Orphan]:
     now = ws.clock()
     with ws.ledger.database.read() as connection:
         return rows.due(connection, now, now + WATCH_S)
 
 
-def _look(ws: Workspace, copy: LateCopy) -> None:
+def _look(ws: Workspace, copy: Orphan) -> None:
     job = ws.ledger.job(copy.job_id)
     attempt = next((one for one in ws.ledger.attempts(copy.job_id) if one.number == copy.attempt), None)
-    if job is None or attempt is None or (attempt.handle and not is_elsewhere(attempt, copy.sent_to, copy.hosts)):
+    if job is None or attempt is None or (attempt.handle and not is_outside_lease(attempt, copy.sent_to, copy.hosts)):
         _forget(ws, copy)  # it was sent again, and the lease of that one keeps others away
         return
     if not attempt.handle and not attempt.state.terminal:
@@ -149,12 +150,12 @@ def _end(ws: Workspace, job: JobRecord, attempt: AttemptRecord, handle: Handle, 
         apply(ws, now, lambda current: current.number == attempt.number, lambda _, __: JobUpdate((told,)))
 
 
-def _look_later(ws: Workspace, copy: LateCopy, until: float) -> None:
+def _look_later(ws: Workspace, copy: Orphan, until: float) -> None:
     with ws.ledger.transaction() as tx:
         rows.postpone(tx.connection, copy, next_at=tx.now + LOOK_S, until=until)
 
 
-def _look_in_vain(ws: Workspace, copy: LateCopy) -> None:
+def _look_in_vain(ws: Workspace, copy: Orphan) -> None:
     """Look again soon. A cluster or an account that has been gone for days does not come back and is given up."""
     if ws.clock() - copy.until > GONE_S:
         _forget(ws, copy)
@@ -162,6 +163,6 @@ def _look_in_vain(ws: Workspace, copy: LateCopy) -> None:
         _look_later(ws, copy, copy.until)
 
 
-def _forget(ws: Workspace, copy: LateCopy) -> None:
+def _forget(ws: Workspace, copy: Orphan) -> None:
     with ws.ledger.transaction() as tx:
         rows.forget(tx.connection, copy.job_id, copy.attempt, copy.sent_to)

@@ -1,38 +1,25 @@
-"""Python functions as jobs: the pickled call is the job's code, and its result a file in the job's directory.
-
-`orc.orchestrator.functions.node` makes the call on the nodes. Everything else (states, retries, logs, cancellation) is
-that of any job.
-"""
+"""Jobs that make calls of functions, as those who submit them hold them: their states, and their results."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import json
 import pickle
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from orc.launchers.backends.base import LogSelector
-from orc.launchers.errors import LaunchError, SpecError
+from orc.launchers.attempts.logs import LogSelector
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.api.logs import at_backend, read_log
+from orc.orchestrator.clients.cancelling import cancel
+from orc.orchestrator.clients.waiting import wait
 from orc.orchestrator.functions import node
-from orc.orchestrator.functions.keys import key_of
+from orc.orchestrator.functions.calls import key_of
 
 if TYPE_CHECKING:
-    from orc.launchers.snapshot.scan import SourceTree
-    from orc.launchers.spec import JobSpec
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.api.session import LedgerSession
     from orc.orchestrator.views import AttemptView, JobView
 
 R = TypeVar("R")
-Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
-MAP_TAG, CALL_TAG = "map", "call"  # of the jobs of a map: its id, and the number of the call in it
 _RESULT_LAG_S = 5.0  # a shared file system may show a result so much later than the end of the job
 
 
@@ -60,9 +47,9 @@ class FunctionTimeout(LaunchError):
 class FunctionJob(Generic[R]):
     """Job that makes one call of a function. Made by `Client.submit_function` and `Client.map_functions`."""
 
-    def __init__(self, client: Client, id: str) -> None:
+    def __init__(self, session: LedgerSession, id: str) -> None:
         self.id = self.job_id = id
-        self._client = client
+        self._session = session
 
     def __repr__(self) -> str:
         return f"FunctionJob({self.id!r})"
@@ -70,7 +57,7 @@ class FunctionJob(Generic[R]):
     @property
     def view(self) -> JobView:
         """The job as the ledger has it."""
-        return self._client.job(self.id)
+        return self._session.job(self.id)
 
     @property
     def native_id(self) -> str | None:
@@ -94,17 +81,17 @@ class FunctionJob(Generic[R]):
     @property
     def state(self) -> str:
         """The job's state now: PENDING, RUNNING, SUCCEEDED, FAILED, ... (docs/explanation/lifecycle.md)."""
-        self._client.refresh([self.id])
+        self._session.refresh([self.id])
         return self.view.state
 
     def done(self) -> bool:
         """Return True when the job has ended, well or not."""
-        self._client.refresh([self.id])
+        self._session.refresh([self.id])
         return self.view.ended
 
     def wait(self) -> None:
         """Wait for the end of the job."""
-        self._client.wait([self.id])
+        wait(self._session, [self.id])
 
     def result(self, timeout_s: float | None = None) -> R:
         """Return the function's value; that of process 0 where there are several.
@@ -136,17 +123,17 @@ class FunctionJob(Generic[R]):
 
     def cancel(self, check: bool = True) -> None:
         """Cancel the job; one that has ended stays as it is."""
-        self._client.cancel([self.id])
+        cancel(self._session, [self.id])
 
     def stdout(self, process: int = 0) -> str:
         """Return the output of one process so far: the log of its rank, standard error included."""
-        chunks = self._client.read_log(self.id, LogSelector(rank=process))
+        chunks = read_log(self._session, self.id, LogSelector(rank=process))
         return b"".join(chunk.data for chunk in chunks).decode(errors="replace")
 
     stderr = stdout
 
     def _ended(self, timeout_s: float | None) -> JobView:
-        (view,) = self._client.wait([self.id], timeout_s=timeout_s)
+        (view,) = wait(self._session, [self.id], timeout_s=timeout_s)
         if not view.ended:
             raise FunctionTimeout(f"{self.id} has no result after {timeout_s:g} s", hint="It goes on.")
         return view
@@ -164,7 +151,7 @@ class FunctionJob(Generic[R]):
         """Return ``("success", value)`` or ``("error", traceback)`` of a process; `None` where it has left nothing."""
         if view.attempt is None:
             return None
-        backend, handle = self._client.at_backend(self.id, view.attempt.number)
+        backend, handle = at_backend(self._session, self.id, view.attempt.number)
         if handle is None:
             return None
         first = process // self._per_node if handle.hosts else 0  # a file is read on the first host of a handle
@@ -173,7 +160,7 @@ class FunctionJob(Generic[R]):
         data = backend.read_file(there, name)
         if not data:
             return None
-        keys = key_of(self._client.workspace.state_dir, view.digests["code"])
+        keys = key_of(self._session.workspace.state_dir, view.digests["code"])
         if not keys:
             raise LaunchError("its result can only be read where it was submitted", where=self.id)
         try:
@@ -213,119 +200,3 @@ class FunctionJob(Generic[R]):
 
 def _cause(attempt: AttemptView | None) -> str:
     return (attempt.reason or attempt.cause or "") if attempt else ""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of calls on the nodes: ``function.json``."""
-
-    id: str  # of the map
-    max_timeouts: int
-    at_once: int | None  # kept by the calls themselves, on one machine
-    elsewhere: bool  # this machine's directories mean nothing on the nodes
-
-
-def specification(
-    cluster: str, name: str, resources: Mapping[str, Any] | None, keys: Mapping[str, Any] | None, *, saves: bool
-) -> JobSpec:
-    """Return the job of one call. Raises `SpecError` with everything that is wrong with *resources* and *keys*."""
-    from orc.launchers.spec.load import validate
-    from orc.launchers.spec.source import Document
-
-    retry = {"on": ["node_failure", "preempted", "timeout"], "backoff": 1} if saves else {}
-    given = {"retry": retry, **(keys or {}), "resources": dict(resources or {}), "cluster": cluster, "name": name}
-    fixed = {"script": "orc_function.py", "args": ["0"], "launcher": "python"}
-    fixed["secrets"] = [*given.get("secrets", ()), node.KEY_VARIABLE]
-    return validate(Document({**given, **fixed}, "", {}, {}))
-
-
-@contextmanager
-def packed(calls: Sequence[Call], spec: JobSpec, settings: Settings) -> Iterator[SourceTree]:
-    """Yield the snapshot of *calls*, as long as the context lasts. Raises `LaunchError` for what cannot be pickled."""
-    from orc.launchers.snapshot.manifest import FILE, Bundle, Entry
-    from orc.launchers.snapshot.scan import SourceTree
-
-    found: dict[str, bytes] = {"orc_function.py": Path(node.__file__).read_bytes()}
-    with _by_value(settings.elsewhere) as dumps:
-        for number, call in enumerate(calls):
-            try:
-                found[f"call-{number}.pkl"] = pickle.dumps(0) + dumps(call)
-            except Exception as error:
-                raise LaunchError(
-                    f"the call cannot be sent: {type(error).__name__}: {error}",
-                    where=spec.name,
-                    hint="Function and arguments travel as a pickle; cloudpickle carries more than pickle.",
-                ) from error
-    described = {
-        "id": settings.id,
-        "python": sys.version_info[:2],
-        "paths": [] if settings.elsewhere else _own_paths(),
-        "saves": any(saves(function) for function, _, _ in calls),
-        "time_s": spec.resources.time_s,
-        "max_timeouts": settings.max_timeouts,
-        "at_once": settings.at_once,
-    }
-    found["function.json"] = json.dumps(described).encode()
-    with TemporaryDirectory(prefix="orc-function-") as directory:
-        entries, sources = [], {}
-        for name, data in found.items():
-            path = Path(directory, name)
-            path.write_bytes(data)
-            entries.append(Entry(name, FILE, hashlib.sha256(data).hexdigest(), len(data)))
-            sources[name] = bytes(path)
-        yield SourceTree(Bundle.of(entries), sources)
-
-
-def saves(function: Callable[..., Any]) -> bool:
-    """Return True for a callable that can save (`submitit.helpers.Checkpointable`)."""
-    return callable(getattr(function, "checkpoint", None))
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a job that calls *function*. Raises `SpecError` for what cannot be called."""
-    if not callable(function):
-        raise SpecError(f"expected a function, not {function!r}")
-    name = getattr(function, "__name__", "") or type(getattr(function, "func", function)).__name__
-    return name.strip("<>_") or "function"
-
-
-def arguments(iterables: Iterable[Iterable[Any]]) -> list[tuple[Any, ...]]:
-    """Return the arguments of each call of a map. Raises `SpecError` for none, and for unequal lengths."""
-    columns = [list(iterable) for iterable in iterables]
-    if not columns or not columns[0]:
-        raise SpecError("nothing to map over")
-    if len({len(column) for column in columns}) > 1:
-        raise SpecError(f"the arguments are of different number: {', '.join(str(len(c)) for c in columns)}")
-    return list(zip(*columns, strict=True))
-
-
-@contextmanager
-def _by_value(elsewhere: bool) -> Iterator[Callable[[Any], bytes]]:
-    """Return the function that pickles; for nodes that cannot import this program's modules, with their content."""
-    if importlib.util.find_spec("cloudpickle") is None:
-        yield pickle.dumps
-        return
-    import cloudpickle  # type: ignore[import-untyped]
-
-    known = cloudpickle.list_registry_pickle_by_value()
-    own = {name.partition(".")[0] for name, module in sys.modules.items() if _is_own(getattr(module, "__file__", None))}
-    names = (own - {"__main__", "orc"} - known) & set(sys.modules) if elsewhere else ()
-    added = [sys.modules[name] for name in names]
-    for module in added:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield cloudpickle.dumps
-    finally:
-        for module in added:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _own_paths() -> list[str]:
-    """Return the directories of modules that are not installed with this interpreter."""
-    here = [str(Path(entry or ".").absolute()) for entry in sys.path]
-    return list(dict.fromkeys(entry for entry in here if Path(entry).is_dir() and _is_own(entry)))
-
-
-def _is_own(path: str | None) -> bool:
-    installed = tuple(f"{Path(prefix)}/" for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix})
-    return path is not None and not f"{Path(path).absolute()}/".startswith(installed)

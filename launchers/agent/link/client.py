@@ -1,4 +1,4 @@
-"""Joiner of the link: the endpoint of every other node, connected to node 0, or trying to be."""
+"""Client of the link: the endpoint of every other node, connected to node 0, or trying to be."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from orc.launchers.agent.link.records import CALL, RENDEZVOUS, may_send
 from orc.launchers.agent.network import interface_of, plain
 
 TYPE_CHECKING = False
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
+
 
 CONNECT_S = 2.0
 STAGGER_S = 0.05  # between the addresses of node 0, in their order
 BACKOFF_S = (0.05, 1.0)
 
 
-class Joiner(LinkEndpoint):
+class LinkClient(LinkEndpoint):
     """The endpoint of every node but node 0."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
-        hub = settings["hub"]
-        self.context = tls_context(self.token, hub=False)
-        self.port = int(hub["port"])
-        self.addresses = [str(address) for address in hub["addresses"]]
+        server = settings["hub"]
+        self.context = tls_context(self.token, server=False)
+        self.port = int(server["port"])
+        self.addresses = [str(address) for address in server["addresses"]]
         self.refused = False
         self.good: str | None = None  # the address that has worked
         self.joined: Channel | None = None
@@ -62,7 +64,7 @@ class Joiner(LinkEndpoint):
                 self.gone.pop(0, None)
                 if before is not None:
                     before.close("a new connection has taken its place")
-                self.queue(channel, [name for name, record in self.table.items() if self.is_for_hub(name, record)])
+                self.queue(channel, [name for name, record in self.table.items() if self.is_for_server(name, record)])
                 serving = {task for task in serving if not task.done()} | {asyncio.ensure_future(self.serve(channel))}
 
     def is_joined(self) -> bool:
@@ -153,15 +155,15 @@ class Joiner(LinkEndpoint):
         """Return whether there is a connection."""
         return self.joined is not None
 
-    def is_for_hub(self, name: str, record: Mapping[str, Any]) -> bool:
+    def is_for_server(self, name: str, record: Mapping[str, Any]) -> bool:
         """Return whether node 0 needs this: own records, and what is for others."""
         if CALL.fullmatch(name):
             return record.get("from" if name.endswith(".done.json") else "node") != self.node
         return may_send(self.node, name)
 
     def publish(self, name: str, record: dict[str, Any]) -> None:
-        """Pass it on to the hub, now or when there is a connection."""
-        if self.is_for_hub(name, record):
+        """Pass it on to the server, now or when there is a connection."""
+        if self.is_for_server(name, record):
             self.table[name] = record
             if self.joined is not None:
                 self.queue(self.joined, [name])
@@ -173,7 +175,7 @@ class Joiner(LinkEndpoint):
         if isinstance(record, dict) and RENDEZVOUS.fullmatch(name):
             record = {**record, "addr": self.good}
         if self.accept_record(name, record) and name == "node-0/exit.json":
-            self.hub_is_over = True
+            self.server_is_over = True
 
     def on_refused(self, why: str) -> None:
         """Node 0 goes on without this node."""

@@ -1,4 +1,4 @@
-"""Late copies: attempts that were given up while a copy may still be on its way, to be looked for until some time."""
+"""Orphans: attempts that were given up while a copy may still be on its way, to be looked for until some time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _THIS = "job_id = :job AND attempt = :attempt AND sent_to = :sent_to"
 
 
 @dataclass(frozen=True)
-class LateCopy:
+class Orphan:
     """Attempt of which a copy may come late, at one place. Times are seconds since the epoch."""
 
     job_id: str
@@ -51,7 +51,7 @@ def expect(
     )
 
 
-def postpone(connection: Connection, copy: LateCopy, *, next_at: float, until: float) -> None:
+def postpone(connection: Connection, copy: Orphan, *, next_at: float, until: float) -> None:
     """Postpone the search; nothing where it is not searched for any more, as its job was removed meanwhile."""
     connection.execute(
         f"UPDATE late_copies SET next_at = :next_at, until = :until WHERE {_THIS}",  # noqa: S608
@@ -59,7 +59,7 @@ def postpone(connection: Connection, copy: LateCopy, *, next_at: float, until: f
     )
 
 
-def due(connection: Connection, now: float, latest: float) -> list[LateCopy]:
+def due(connection: Connection, now: float, latest: float) -> list[Orphan]:
     """Return those that are to be looked for now. One due after *latest* was written before the clock was set back."""
     rows = connection.tuples(
         "SELECT l.job_id, l.attempt, l.sent_to, j.cluster, j.owner, l.hosts, l.until FROM late_copies l "
@@ -67,7 +67,7 @@ def due(connection: Connection, now: float, latest: float) -> list[LateCopy]:
         {"now": now, "latest": latest},
     )
     return [
-        LateCopy(job, attempt, Destination.from_text(sent_to), cluster, owner, tuple(json.loads(hosts)), until)
+        Orphan(job, attempt, Destination.from_text(sent_to), cluster, owner, tuple(json.loads(hosts)), until)
         for job, attempt, sent_to, cluster, owner, hosts, until in rows
     ]
 
