@@ -124,3 +124,4 @@ def test_megatron_lm_gives_the_losses_of_the_model_of_transformers(device):
 
     expected = losses(None)
     assert losses(MegatronLMPlugin()) == pytest.approx(expected, rel=1e-3)
+    assert losses(MegatronLMPlugin(use_distributed_optimizer=True)) == pytest.approx(expected, rel=1e-3)

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from orc.runtime import (
     get_max_memory,
     release_memory,
 )
+from orc.runtime.launch.numa import cores_near, override_numa_affinity, pci_address
 
 
 def samples(count=64):
@@ -369,3 +372,15 @@ def test_a_step_costs_no_more_launches_than_one_by_hand(device, figure):
     figure("kernels of such a step, orc", mine, "")
     figure("kernels of such a step, by hand", theirs, "")
     assert mine <= theirs
+
+
+@pytest.mark.cuda_only
+def test_a_process_stays_on_the_cores_near_its_gpu(device):
+    address = pci_address(device.index)
+    assert Path("/sys/bus/pci/devices", address).exists()
+    before = os.sched_getaffinity(0)
+    try:
+        override_numa_affinity(device.index)
+        assert os.sched_getaffinity(0) == (cores_near(address) & before or before)
+    finally:
+        os.sched_setaffinity(0, before)
