@@ -135,8 +135,8 @@ def process_group_backend(backend: str) -> str:
 def binds(device: torch.device, opened: str, torch_version: str = "") -> bool:
     """Return whether a process group is bound to *device* (``device_id``), so that NCCL connects when it is opened.
 
-    torch before 2.10 cannot make the groups of a mesh from a bound one with backends per device. Over gloo several ranks
-    may share a device, and there is nothing to connect.
+    torch before 2.10 cannot make the groups of a mesh from a bound one with backends per device. Over gloo ranks may
+    share a device, and there is nothing to connect.
 
     Args:
         device: of this process.

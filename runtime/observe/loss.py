@@ -15,7 +15,7 @@ def _pinned() -> Tensor:
 
 
 class LossReader:
-    """A loss on its way to the host, when somebody wants one. The thread that trains brings it, and waits for nothing.
+    """Reader of a loss that is wanted on the host. The thread that trains brings it there, and waits for nothing.
 
     Another thread must not: it would wait for the device's default stream, and any call of its to CUDA breaks a graph
     that is captured at that moment. A copy that was asked for directly after backward also has the loss of a model
