@@ -135,14 +135,15 @@ def process_group_backend(backend: str) -> str:
 def binds(device: torch.device, opened: str, torch_version: str = "") -> bool:
     """Return whether a process group is bound to *device* (``device_id``), so that NCCL connects when it is opened.
 
-    torch before 2.10 cannot make the groups of a mesh from a bound one with backends per device.
+    torch before 2.10 cannot make the groups of a mesh from a bound one with backends per device. Over gloo ranks may
+    share a device, and there is nothing to connect.
 
     Args:
         device: of this process.
         opened: the backend for ``init_process_group``.
         torch_version: this process's unless given.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or opened == "gloo":
         return False
     from orc.runtime.compat.versions import compare_versions
 

@@ -133,7 +133,7 @@ def _meet(
     options: dict[str, Any] = {"backend": opened}
     if timeout is not None:
         options["timeout"] = timeout
-    if backend != "gloo" and binds(device, opened):  # a group of gloo is bound to no device
+    if binds(device, opened):
         options["device_id"] = device
     if init_method is None:
         # torchrun's agent hosts the store itself; env:// is what knows how to join it.

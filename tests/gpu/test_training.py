@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from orc.runtime import (
     Accelerator,
+    AcceleratorState,
     DataLoaderConfiguration,
     GradScalerKwargs,
     ProfileKwargs,
@@ -83,6 +84,44 @@ def test_batches_come_to_the_device_whole_and_in_order(device, pinned, workers):
         assert inputs.device == wanted.device == device
         rows.append(inputs.cpu())
     assert torch.equal(torch.cat(rows), samples(50).tensors[0])
+
+
+def slow_sums(loader, device, cycles):
+    """The sum of each batch, which the device begins to compute long after the host has let go of the batch."""
+    sums = []
+    for batch in loader:
+        if device.type == "cuda":
+            torch.cuda._sleep(cycles)
+        sums.append(batch.sum(dtype=torch.float64))
+        del batch
+    return sums
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("prefetched", [True, False])
+def test_a_batch_keeps_its_values_until_the_device_has_read_them(device, prefetched, workers):
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(prefetch_to_device=prefetched))
+    rows = torch.randn(32, 1 << 18)
+    given = DataLoader(rows, batch_size=2, pin_memory=device.type == "cuda", num_workers=workers)
+    sums = slow_sums(accelerator.prepare(given), device, 10_000_000)
+    assert torch.stack(sums).tolist() == pytest.approx(rows.view(16, -1).sum(1, dtype=torch.float64).tolist())
+
+
+@pytest.mark.cuda_only
+def test_a_copy_beside_a_step_takes_none_of_its_time(device, figure):
+    batches = [torch.full((1 << 24,), float(number)).pin_memory() for number in range(8)]  # 64 MiB each
+    for name, prefetched in (("in front of it", False), ("beside it", True)):
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(prefetch_to_device=prefetched))
+        loader = accelerator.prepare(DataLoader(batches, batch_size=None, pin_memory=True))
+        for _ in range(2):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            sums = slow_sums(loader, device, 10_000_000)
+            torch.cuda.synchronize()
+            took = time.perf_counter() - began
+        assert [value.item() for value in sums] == [float(number << 24) for number in range(8)]
+        figure(f"a step whose batch of 64 MiB is copied {name}", 1000 * took / 8, "ms")
+        AcceleratorState._reset_state()
 
 
 def test_a_dispatched_stream_comes_to_the_device(device):

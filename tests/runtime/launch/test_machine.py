@@ -105,6 +105,7 @@ def test_a_group_of_two_backends_is_bound_to_its_device_where_torch_can_split_it
     assert [binds(cuda, both, version) for version in ("2.4.1", "2.9.1+cu128", "2.10.0+cu130")] == [False, False, True]
     assert binds(cuda, "nccl", "2.4.1")
     assert not binds(torch.device("cpu"), "gloo", "2.10.0")
+    assert not binds(cuda, "gloo", "2.10.0"), "ranks may share it"
 
 
 def test_lists_of_cores():
