@@ -20,7 +20,7 @@ class LastCollective:
 
     Attributes:
         number: how many it is; all ranks of the group count alike.
-        operation: what it is: ``nccl:all_reduce``.
+        operation: what it is: ``all_reduce``.
         done: it has ended, and every one before it.
     """
 
@@ -35,13 +35,17 @@ def flight_record() -> dict[str, Any] | None:
         import torch._C._distributed_c10d as c10d
     except ImportError:  # a torch without torch.distributed
         return None
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # with NCCL; without it, of gloo
+    found: list[dict[str, Any]] = []
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # of NCCL; of gloo, which records apart
         dump = getattr(c10d, name, None)
         if dump is not None:
-            found = json.loads(dump())
-            if found.get("entries"):
-                return dict(found)
-    return None
+            found.append(json.loads(dump()))
+    entries = [entry for record in found for entry in record.get("entries") or ()]
+    if not entries:
+        return None
+    entries.sort(key=lambda entry: entry.get("time_created_ns", 0))
+    groups = {name: group for record in found for name, group in (record.get("pg_config") or {}).items()}
+    return {"version": found[0].get("version"), "pg_config": groups, "entries": entries}
 
 
 def newest(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -50,19 +54,19 @@ def newest(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def last_collectives(record: Mapping[str, Any] | None) -> dict[str, LastCollective]:
-    """Return the last collective of each process group in *record*, by the group's name and members."""
+    """Return the last collective of each process group in *record*, by backend, and the group's name and members."""
     found: dict[str, LastCollective] = {}
     config = (record or {}).get("pg_config") or {}
     for entry in (record or {}).get("entries") or ():
         if entry.get("is_p2p"):
             continue  # only the two ranks of a pair count those
         name = str((entry.get("process_group") or [""])[0])
-        group = f"{name} {(config.get(name) or {}).get('ranks', '')}".rstrip()
+        backend, _, operation = str(entry.get("profiling_name", "")).partition(":")
+        group = f"{backend} group {name} {(config.get(name) or {}).get('ranks', '')}".rstrip()
         before = found.get(group)
         done = bool(entry.get("retired")) or entry.get("state") == "completed"
         number = int(entry.get("collective_seq_id", 0))
         if before is None or number >= before.number:
-            operation = str(entry.get("profiling_name", ""))
             found[group] = LastCollective(number, operation, done and (before is None or before.done))
     return found
 

@@ -161,7 +161,7 @@ def summarize(kind: str, idle_s: float, beats: Mapping[int, Beat | None]) -> str
             doing = f" ({beat.place.activity})" if beat.place.activity != "script" else ""
             if rank in culprits and rank in missing:
                 group, count, most = missing[rank]
-                doing += f", having issued {count} collectives of group {group} where others have {most}"
+                doing += f", having issued {count} collectives of {group} where others have {most}"
             parts.append(f"rank {rank} is at {beat.place}{doing}")
     if len(culprits) > 3 or (not culprits and len(beats) > 3):
         parts.append("more ranks in the report")
@@ -181,7 +181,7 @@ def table(beats: Mapping[int, Beat | None]) -> list[str]:
         doing = f"{place.activity}, {place}" if place else "unknown"
         for group, last in beat.collectives.items():
             state = "" if last.done else ", not done"
-            doing += f", collective {last.number} of group {group} ({last.operation}{state})"
+            doing += f", collective {last.number} of {group} ({last.operation}{state})"
         lines.append(f"  rank {rank}: step {beat.step}, there for {beat.idle_s:.1f} s, {doing}{mark}")
     return lines
 

@@ -29,8 +29,9 @@ WAITS = """
     value = torch.ones(1, device="cuda")
     dist.all_reduce(value)
     torch.cuda.synchronize()
-    time.sleep(1)  # NCCL's watchdog notes that it is done
-    before = last_collectives(flight_record())
+    before, until = {}, time.monotonic() + 30  # a thread of torch notes that it is done
+    while not (before and all(last.done for last in before.values())) and time.monotonic() < until:
+        before = last_collectives(flight_record())
     seen = []
 
     def look():

@@ -11,9 +11,10 @@ import time
 import traceback
 
 import pytest
+import torch
 
 from orc.runtime.core.config import resolve
-from orc.runtime.observe.flight_recorder import LastCollective, behind, last_collectives
+from orc.runtime.observe.flight_recorder import LastCollective, behind, flight_record, last_collectives
 from orc.runtime.observe.watchdog import Beat, StallRules, holding_up, late_ranks, summarize, table
 from orc.runtime.observe.whereabouts import Place, main_place, place_of
 
@@ -68,7 +69,7 @@ def test_the_rank_that_holds_the_others_up_is_told_from_the_rest(beats, expected
 
 
 def issued(*groups):
-    return {f"{name} [0, 1, 2]": LastCollective(number, "nccl:all_reduce", done) for name, number, done in groups}
+    return {f"nccl group {name} [0, 1, 2]": LastCollective(number, "all_reduce", done) for name, number, done in groups}
 
 
 def waiting(rank, collectives, position=(5, 6)):
@@ -80,10 +81,10 @@ def test_of_ranks_that_all_wait_for_their_device_the_one_with_the_fewest_collect
     assert holding_up(beats) == [1]
     said = summarize("stalled", 60, beats)
     assert said.count("; rank") == 1
-    assert said.endswith("(synchronize), having issued 41 collectives of group 0 [0, 1, 2] where others have 42")
+    assert said.endswith("(synchronize), having issued 41 collectives of nccl group 0 [0, 1, 2] where others have 42")
     lines = table(beats)
-    assert "collective 42 of group 0 [0, 1, 2] (nccl:all_reduce, not done)" in lines[0]
-    assert "collective 41 of group 0 [0, 1, 2] (nccl:all_reduce)   <- the others wait" in lines[1]
+    assert "collective 42 of nccl group 0 [0, 1, 2] (all_reduce, not done)" in lines[0]
+    assert "collective 41 of nccl group 0 [0, 1, 2] (all_reduce)   <- the others wait" in lines[1]
 
 
 def test_collectives_count_more_than_steps_which_a_rank_takes_before_its_device_has():
@@ -100,7 +101,7 @@ def test_a_rank_that_waits_in_one_group_is_not_blamed_for_its_other_groups():
     members = {0: issued(("tp", 9, False), ("dp", 4, True)), 1: issued(("tp", 8, True)), 2: issued(("dp", 5, False))}
     assert list(behind(members)) == [1]
     both = {0: issued(("dp", 4, False)), 1: issued(("dp", 5, False))}
-    assert behind(both) == {0: ("dp [0, 1, 2]", 4, 5)}  # it is all that there is to say
+    assert behind(both) == {0: ("nccl group dp [0, 1, 2]", 4, 5)}  # it is all that there is to say
 
 
 DUMP = {
@@ -117,8 +118,24 @@ DUMP = {
 
 
 def test_the_last_collective_of_a_group_is_that_of_its_members():
-    assert last_collectives(DUMP) == {"0 [0, 1]": LastCollective(7, "nccl:all_reduce", False)}
+    assert last_collectives(DUMP) == {"nccl group 0 [0, 1]": LastCollective(7, "all_reduce", False)}
     assert last_collectives(None) == {}
+
+
+def test_collectives_of_nccl_and_of_gloo_are_counted_apart_though_they_have_one_group(monkeypatch):
+    beside = {**DUMP["entries"][0], "profiling_name": "gloo:barrier", "collective_seq_id": 3, "time_created_ns": 5}
+    for name, entries in (("nccl", DUMP["entries"]), ("fr", [beside])):
+        dump = json.dumps({**DUMP, "entries": entries})
+        monkeypatch.setattr(
+            torch._C._distributed_c10d, f"_dump_{name}_trace_json", lambda dump=dump: dump, raising=False
+        )
+    assert last_collectives(flight_record()) == {
+        "nccl group 0 [0, 1]": LastCollective(7, "all_reduce", False),
+        "gloo group 0 [0, 1]": LastCollective(3, "barrier", True),
+    }
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda: "{}")
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: '{"entries": []}')
+    assert flight_record() is None
 
 
 def test_the_summary_names_step_rank_and_line():
