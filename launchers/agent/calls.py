@@ -117,14 +117,14 @@ def rsh(arguments: Sequence[str]) -> int:
     make_private()
     os.makedirs(os.path.join(attempt_dir, "calls"), mode=0o700, exist_ok=True)
     base = os.path.join(attempt_dir, "calls", str(call["id"]))
-    told: list[int] = []
+    signalled: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: told.append(number))
+        signal.signal(number, lambda number, _: signalled.append(number))
     write_json(f"{base}.json", call, durable=False)
-    return _wait(base, attempt_dir, call, told)
+    return _wait(base, attempt_dir, call, signalled)
 
 
-def _wait(base: str, attempt_dir: str, call: Mapping[str, Any], told: Sequence[int]) -> int:
+def _wait(base: str, attempt_dir: str, call: Mapping[str, Any], signalled: Sequence[int]) -> int:
     ended = os.path.join(attempt_dir, f"node-{call['node']}", "exit.json")
     patience = None
     pause = 0.005
@@ -135,7 +135,7 @@ def _wait(base: str, attempt_dir: str, call: Mapping[str, Any], told: Sequence[i
             sys.stdout.flush()
             return int(done["status"])
         now = time.monotonic()
-        if told and patience is None:
+        if signalled and patience is None:
             write_json(f"{base}.end.json", {"id": call["id"], "node": call["node"]}, durable=False)
             patience = now + FAILURE_GRACE_S + 2.0
         over = read_json(ended)

@@ -90,23 +90,23 @@ def on_lost_peer(node: NodeState, peer: int, reason: str) -> None:
     node.request_stop(stop)
 
 
-def on_peer_stop(node: NodeState, told: dict[str, Any]) -> None:
+def on_peer_stop(node: NodeState, stop_record: dict[str, Any]) -> None:
     """Stop because another node has stopped."""
-    outcome = str(told.get("outcome"))
+    outcome = str(stop_record.get("outcome"))
     if node.calls and outcome == "crash" and (first := first_rank_failure(node)) and not first["told"]:
         on_failure(node, failure_of(node, None))  # the launcher's node saw no more than that it ended
         return
-    reason = f"node {told.get('node')} ({told.get('host')}): {told.get('reason')}"
+    reason = f"node {stop_record.get('node')} ({stop_record.get('host')}): {stop_record.get('reason')}"
     own = outcome in ("preempted", "cancelled", "timeout")
     node.request_stop(
         StopRequest(
             outcome if own else "peer",
-            str(told.get("reason")) if own else f"stopped because of {reason}",
-            float(told.get("grace_s") or 0.0),
-            forward=bool(told.get("forward", True)),
-            exit_status=int(told.get("exit_status") or 1),
+            str(stop_record.get("reason")) if own else f"stopped because of {reason}",
+            float(stop_record.get("grace_s") or 0.0),
+            forward=bool(stop_record.get("forward", True)),
+            exit_status=int(stop_record.get("exit_status") or 1),
             lost=outcome == "node_failure",
-            lost_node=told.get("lost_node"),
+            lost_node=stop_record.get("lost_node"),
             announced=True,
         )
     )

@@ -137,8 +137,8 @@ def stacks_of(directory: str, ranks: Sequence[tuple[int, int, int]], masked: Any
                 source, threads, error = "faulthandler", own, why
         for frame in (frame for thread in threads for frame in thread["frames"]):
             frame["file"], frame["function"] = masked(frame["file"]), masked(frame["function"])
-        told = {"rank": rank, "local_rank": local_rank, "pid": pid, "source": source}
-        found.append({**told, "error": error or None, "threads": threads})
+        entry = {"rank": rank, "local_rank": local_rank, "pid": pid, "source": source}
+        found.append({**entry, "error": error or None, "threads": threads})
     return found
 
 
@@ -243,14 +243,14 @@ def py_spy_stacks(spy: str, pid: int) -> tuple[list[dict[str, Any]], str]:
         done = subprocess.run(
             [spy, "dump", "--json", "--pid", str(pid)], capture_output=True, timeout=SPY_S, check=False
         )
-        told = json.loads(done.stdout) if done.returncode == 0 else None
+        answer = json.loads(done.stdout) if done.returncode == 0 else None
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         return [], f"py-spy: {error}"
-    if not told:
+    if not answer:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         return [], f"py-spy: {said[-1] if said else f'exit status {done.returncode}'}"
     threads = []
-    for thread in told:
+    for thread in answer:
         frames = [
             {"file": str(f.get("filename")), "line": f.get("line") or None, "function": str(f.get("name"))}
             for f in thread.get("frames") or ()

@@ -67,11 +67,11 @@ class Supervisor(NodeState):
             return
         cancel = read_json(os.path.join(self.attempt_dir, "cancel.json"))
         # A scheduler that sees one node's agent fail ends the others: their reason is that node's.
-        told = read_json(os.path.join(self.attempt_dir, f"stop-r{self.restart}.json"))
+        stop_record = read_json(os.path.join(self.attempt_dir, f"stop-r{self.restart}.json"))
         if cancel is not None:
             self.on_cancel(cancel)
-        elif told is not None:
-            on_peer_stop(self, told)
+        elif stop_record is not None:
+            on_peer_stop(self, stop_record)
         elif number == signal.SIGINT:
             self.request_stop(StopRequest("cancelled", "interrupted", self.grace_s, exit_status=EXIT_CANCELLED))
         else:
@@ -153,9 +153,9 @@ class Supervisor(NodeState):
         check_launcher(self)
         if self.nnodes == 1 or self.stop:
             return
-        told = read_json(os.path.join(self.attempt_dir, f"stop-r{self.restart}.json"))
-        if told is not None:
-            on_peer_stop(self, told)
+        stop_record = read_json(os.path.join(self.attempt_dir, f"stop-r{self.restart}.json"))
+        if stop_record is not None:
+            on_peer_stop(self, stop_record)
             return
         if self.unexplained and now > self.unexplained[1]:
             ended, self.unexplained = self.unexplained[0], None

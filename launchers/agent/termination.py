@@ -19,13 +19,13 @@ def end_processes(node: Supervisor, living: Callable[[], list[int]]) -> None:
     """Send SIGTERM, wait for the grace period, send SIGKILL."""
     grace = node.stop.grace_s if node.stop else 0.0
     node.kill_at = min(node.kill_at, time.monotonic() + grace)
-    told: set[int] = set()
+    signalled: set[int] = set()
     while (left := living()) and time.monotonic() < node.kill_at:
         if not may_save_elsewhere(node):
             for pid in left:
-                if pid not in told:  # a launcher's turn comes when its ranks are gone
+                if pid not in signalled:  # a launcher's turn comes when its ranks are gone
                     signal_process(pid, signal.SIGTERM)
-            told.update(left)
+            signalled.update(left)
         node.next_poll = min(node.next_poll, node.kill_at)
         node.tick()
     if left:

@@ -145,9 +145,9 @@ def read_attempts(
             heartbeats=_of(restart, by_name["heartbeat"]),
             exits=_of(restart, by_name["exit"]),
         )
-    told = {d: f"{d}/stop-r{r.restart}.json" for d, r in found.items() if r.leases and not r.complete}
-    stops = _read(transport, told.values(), NODE_RECORD_BYTES) if told else {}
-    for directory, path in told.items():
+    stop_paths = {d: f"{d}/stop-r{r.restart}.json" for d, r in found.items() if r.leases and not r.complete}
+    stops = _read(transport, stop_paths.values(), NODE_RECORD_BYTES) if stop_paths else {}
+    for directory, path in stop_paths.items():
         if path in stops:
             found[directory] = replace(found[directory], stop=stops[path])
     return found

@@ -287,8 +287,8 @@ def run(container: Container, failed: Callable[[str], None]) -> int:
     argv = [sys.executable, "-I", "-S", str(config["runtime_tree"]), "node", path]
     argv += ["--node-rank", str(node), "--owner", owner, "--restart", str(restart)]
     argv += ["--master-host", hosts[0]] if len(hosts) > 1 else []
-    status, told = supervise(argv, Logs(str(config.get("logs_dir") or f"{config['attempt_dir']}/logs")))
-    if status and not told:
+    status, announced = supervise(argv, Logs(str(config.get("logs_dir") or f"{config['attempt_dir']}/logs")))
+    if status and not announced:
         failed(failure_text(str(config["attempt_dir"]), node, restart, status))
     return status
 
@@ -304,11 +304,11 @@ def supervise(argv: Sequence[str], logs: Logs) -> tuple[int, bool]:
             os.write(2, f"cannot start {argv[0]}: {error.strerror}\n".encode())
         finally:
             os._exit(EXIT_LAUNCH)
-    told = False
+    announced = False
     while True:
         received = signal.sigtimedwait(_SIGNALS, LOOK_S)
         if received is not None and received.si_signo != signal.SIGCHLD:
-            told = True
+            announced = True
             os.kill(pid, signal.SIGTERM)  # it is not reaped yet, so the number is its own
         logs.show()
         while True:  # as the container's first process this one inherits what others leave behind
@@ -321,7 +321,7 @@ def supervise(argv: Sequence[str], logs: Logs) -> tuple[int, bool]:
             if ended == pid:
                 logs.show(final=True)
                 code = os.waitstatus_to_exitcode(status)
-                return (128 - code if code < 0 else code), told
+                return (128 - code if code < 0 else code), announced
 
 
 def main(describe: Callable[[], Container], *, failure: str = "") -> int:

@@ -126,13 +126,13 @@ def _announce(watch: ScanWatch, files: Mapping[str, os.stat_result]) -> Callable
     """Report the size of the *files* to *watch*; return a counter of bytes read, which reports at most 100 times."""
     found = tree_size({path: status.st_size for path, status in files.items()})
     watch.listed(found)
-    done = told = 0
+    done = reported = 0
 
     def on_read(count: int) -> None:
-        nonlocal done, told
+        nonlocal done, reported
         done = min(done + count, found.size)
-        if done - told >= found.size / 100:
-            told = done
+        if done - reported >= found.size / 100:
+            reported = done
             watch.hashed(done, found.size)
 
     return on_read

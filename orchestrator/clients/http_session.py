@@ -129,8 +129,8 @@ def pause(attempt: int, response: httpx.Response | None) -> float | None:
     if attempt >= TRIES:
         return None
     if response is not None:
-        if response.status_code in (429, 503) and (told := _seconds(response.headers)) is not None:
-            return min(told, _LONGEST_PAUSE_S)
+        if response.status_code in (429, 503) and (asked_s := _seconds(response.headers)) is not None:
+            return min(asked_s, _LONGEST_PAUSE_S)
         # What the service itself has said is its answer; that of a proxy in between is none.
         if response.status_code not in _AGAIN or "json" in response.headers.get("content-type", ""):
             return None

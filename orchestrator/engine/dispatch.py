@@ -70,8 +70,8 @@ def dispatch(
         if job.reason != reason:
             # Who is before it changes often; that it waits is told once.
             again = all(text.startswith("waiting for its turn: ") for text in (job.reason, reason))
-            told = () if again else (Event(Kind.WAITING, None, {"reason": reason}),)
-            changes.append((job, JobUpdate(told, {"reason": reason})))
+            events = () if again else (Event(Kind.WAITING, None, {"reason": reason}),)
+            changes.append((job, JobUpdate(events, {"reason": reason})))
     write_all(ws, changes)
     return {job.id for job, _ in held}
 
@@ -111,7 +111,7 @@ def _candidates(ws: Workspace, job: JobRecord) -> frozenset[str]:
 def _admit(
     ws: Workspace, jobs: Sequence[JobRecord], besides: Collection[str], together: Collection[str]
 ) -> tuple[list[JobRecord], list[tuple[JobRecord, str]]]:
-    """Return the jobs that may go on, in turn, and those that may not, with the reasons."""
+    """Return the jobs that may go on, in the order of the queue, and those that may not, with the reasons."""
     if not any(_asks_to_be_sent(job) for job in jobs):
         return list(jobs), []
     admitted, held = [], []

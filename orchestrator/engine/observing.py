@@ -274,9 +274,9 @@ def _cancel(
         try:
             backend.cancel([handles[job.id] for job in group], timedelta(seconds=grace_s))
         except PartlyUnreachable as error:  # it is tried again with every pass, and keeps nobody else waiting
-            untold = [job for job in group if handles[job.id].marker in error.markers]
-            note_unreachable(ws, group[0].cluster, untold, error.what, report)
-            group = [job for job in group if job not in untold]
+            unreached = [job for job in group if handles[job.id].marker in error.markers]
+            note_unreachable(ws, group[0].cluster, unreached, error.what, report)
+            group = [job for job in group if job not in unreached]
         at = ws.clock()
         passed_on = [
             (job, JobUpdate((Event(Kind.CANCEL_SENT, job.number),), {}, {"cancel_sent_at": at})) for job in group
@@ -344,7 +344,7 @@ def _advance(ws: Workspace, backend: Backend, job_id: str, handle: Handle, repor
     try:
         spec, snapshot, secrets = attempt_inputs(ws, job)
         plan = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, job.number), owner=job.owner).render(None)
-        told = ""
+        last_reason = ""
         for _ in range(_STEPS):
             fault_point("advancing")
             seen = backend.advance(handle, plan, secrets)
@@ -352,9 +352,9 @@ def _advance(ws: Workspace, backend: Backend, job_id: str, handle: Handle, repor
             if current := ws.ledger.job(job_id):
                 for lost in _write(ws, backend, [(current, seen)])[1]:
                     _end_leftovers(ws, backend, lost, report)
-            if not seen.due or seen.reason == told:  # what has to be waited for says the same again
+            if not seen.due or seen.reason == last_reason:  # what has to be waited for says the same again
                 break
-            told = seen.reason
+            last_reason = seen.reason
     except LedgerError:
         raise
     except LaunchError as error:

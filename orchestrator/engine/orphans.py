@@ -145,9 +145,9 @@ def _end(ws: Workspace, job: JobRecord, attempt: AttemptRecord, handle: Handle, 
     with ws.ledger.transaction() as tx:
         if not rows.forget(tx.connection, job.id, attempt.number, sent_to):
             return
-    told = Event(Kind.DUPLICATE, attempt.number, {"native_id": handle.native_id, "cancelled": True})
+    event = Event(Kind.DUPLICATE, attempt.number, {"native_id": handle.native_id, "cancelled": True})
     if (now := ws.ledger.job(job.id)) is not None:
-        apply(ws, now, lambda current: current.number == attempt.number, lambda _, __: JobUpdate((told,)))
+        apply(ws, now, lambda current: current.number == attempt.number, lambda _, __: JobUpdate((event,)))
 
 
 def _look_later(ws: Workspace, copy: Orphan, until: float) -> None:

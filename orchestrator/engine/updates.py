@@ -157,8 +157,8 @@ def _of_end(
     blamed = blamed_hosts(job, seen) if cause is Cause.NODE_FAILURE else ()
     if logged is not None and logged.action == "exclude_node":
         blamed = tuple(dict.fromkeys([*blamed, *logged.hosts]))
-    told = {"cause": str(cause), "reason": reason}
-    ended = Event(kind, job.number, {**told, "failed_hosts": list(blamed)} if blamed else told)
+    data = {"cause": str(cause), "reason": reason}
+    ended = Event(kind, job.number, {**data, "failed_hosts": list(blamed)} if blamed else data)
     return JobUpdate((ended, *follow_up.events), follow_up.job_set, {**attempt_set, "cause": str(cause)}, blamed)
 
 
@@ -210,11 +210,11 @@ def update_after_end(
 
 def update_for_rejection(job: JobRecord, reason: str, now: float) -> JobUpdate:
     """Return the update of a job whose newest attempt, or next one, was rejected: it has failed for good."""
-    told = {"cause": str(Cause.LAUNCH), "reason": reason}
-    over = Event(Kind.JOB_FAILED, None, told)
+    data = {"cause": str(Cause.LAUNCH), "reason": reason}
+    over = Event(Kind.JOB_FAILED, None, data)
     if job.attempt is None or job.attempt.state.terminal:
         return JobUpdate((over,), _over(reason, now))
-    return JobUpdate((Event(Kind.FAILED, job.number, told), over), _over(reason, now), {**told, "ended_at": now})
+    return JobUpdate((Event(Kind.FAILED, job.number, data), over), _over(reason, now), {**data, "ended_at": now})
 
 
 def update_for_early_cancel(job: JobRecord, now: float) -> JobUpdate:

@@ -140,7 +140,7 @@ class SqliteDatabase:
 
     def _connect(self) -> sqlite3.Connection:
         began = time.monotonic()
-        told = False
+        announced = False
         while True:
             # One thread at a time, but not always the same one (`orc serve`): whoever has a ledger sees to that.
             raw = sqlite3.connect(
@@ -158,8 +158,8 @@ class SqliteDatabase:
                 waited = time.monotonic() - began
                 if "locked" not in str(error) or waited > BUSY_TIMEOUT_S:
                     raise
-                if not told and waited > SILENT_S / 2:
-                    told = True
+                if not announced and waited > SILENT_S / 2:
+                    announced = True
                     self._tell()
             except BaseException:
                 raw.close()

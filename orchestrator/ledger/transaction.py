@@ -75,12 +75,12 @@ class Transaction:
             [{"id": job.id, "key": key, "value": value} for key, value in job.tags.items()],
         )
         position = advance(Position(), Event(Kind.QUEUED))
-        told = {"cluster": job.cluster, "source": job.source, "origin": job.origin}
+        data = {"cluster": job.cluster, "source": job.source, "origin": job.origin}
         if request:
-            told["request"] = request
+            data["request"] = request
         if ciphertext:
             sealed_secrets.put(self.connection, job.id, ciphertext, self.now)
-        events = [Event(Kind.QUEUED, None, told)]
+        events = [Event(Kind.QUEUED, None, data)]
         if reason:
             events.append(Event(Kind.WAITING, None, {"reason": reason}))
         self._append(job.id, events)
@@ -96,8 +96,8 @@ class Transaction:
         """
         number = job.number + 1
         hosts = list(placement.hosts) if placement else []
-        told = {"marker": marker, "plan": plan_digest, "trees": dict(job.digests)}
-        event = Event(Kind.PREPARED, number, {**told, "hosts": hosts} if hosts else told)
+        data = {"marker": marker, "plan": plan_digest, "trees": dict(job.digests)}
+        event = Event(Kind.PREPARED, number, {**data, "hosts": hosts} if hosts else data)
         after = advance(job.position, event)
         self._update_job(job, {"state": after.job, "attempt": number, "reason": "", "next_attempt_at": None})
         self.connection.execute(

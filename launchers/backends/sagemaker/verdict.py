@@ -120,8 +120,8 @@ def _going_on(job: Job, records: AttemptRecords | None) -> Observation:
     if job.status == "Stopping":
         return Observation(Phase.RUNNING, reason="stopping", **common)
     if job.secondary in _WAITING:
-        told = job.message if job.secondary in ("Starting", "Pending") else ""
-        return Observation(Phase.PENDING, reason=told or _WAITING[job.secondary], **common)
+        message = job.message if job.secondary in ("Starting", "Pending") else ""
+        return Observation(Phase.PENDING, reason=message or _WAITING[job.secondary], **common)
     words = {"Uploading": "uploading the model", "MaxRuntimeExceeded": _LIMITS["MaxRuntimeExceeded"]}
     return Observation(Phase.RUNNING, reason=words.get(job.secondary, ""), **common)
 

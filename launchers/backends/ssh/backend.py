@@ -317,9 +317,9 @@ class SshBackend(Backend):
         results = self._on_each(handles, "cancel", {"request": cancel_request(grace)})
         unreached: dict[str, LaunchError] = {}
         for handle in handles:
-            told = [results[name] for name in handle.hosts]
-            errors = [result for result in told if isinstance(result, LaunchError)]
-            if len(errors) == len(told):
+            answers = [results[name] for name in handle.hosts]
+            errors = [result for result in answers if isinstance(result, LaunchError)]
+            if len(errors) == len(answers):
                 unreached[handle.marker] = errors[0]
         raise_unreached(unreached)
 

@@ -98,10 +98,10 @@ def nodes_of(hosts: Sequence[str], statuses: Mapping[str, HostStatus]) -> list[N
     found = []
     first = _newest("node-0/exit.json", statuses, hosts[0]) if hosts else None
     behind = left_behind({0: first} if first else {})
-    told = [status for status in statuses.values() if status.present]
+    present = [status for status in statuses.values() if status.present]
     for number, host in enumerate(hosts):
         own = statuses.get(host, HostStatus(host, why="it is not asked"))
-        mine = [own] if own.answer is not None else told
+        mine = [own] if own.answer is not None else present
         found.append(
             NodeStatus(
                 host=host,
@@ -109,22 +109,22 @@ def nodes_of(hosts: Sequence[str], statuses: Mapping[str, HostStatus]) -> list[N
                 present=own.present,
                 started=any(status.record(f"node-{number}/lease.json") for status in mine),
                 alive=own.alive,
-                ended=any(status.record(f"node-{number}/exit.json") for status in told),
+                ended=any(status.record(f"node-{number}/exit.json") for status in present),
                 left_behind=number in behind,
-                silence_s=own.silence_s if own.answer is not None else _silence(number, told),
+                silence_s=own.silence_s if own.answer is not None else _silence(number, present),
                 silent_why=own.why,
             )
         )
     return found
 
 
-def _silence(node: int, told: Sequence[HostStatus]) -> float | None:
+def _silence(node: int, present: Sequence[HostStatus]) -> float | None:
     """Return the age of the newest sign of *node*; without one, the time since the attempt was prepared."""
     for name in (f"node-{node}/heartbeat.json", f"node-{node}/lease.json"):
-        ages = [age for status in told if (age := status.age(name)) is not None]
+        ages = [age for status in present if (age := status.age(name)) is not None]
         if ages:
             return min(ages)
-    return min((float((status.answer or {})["age"]) for status in told), default=None)
+    return min((float((status.answer or {})["age"]) for status in present), default=None)
 
 
 def _newest(name: str, statuses: Mapping[str, HostStatus], owner: str) -> Record | None:

@@ -215,5 +215,5 @@ _NO_FILE = (*_NOT_THERE, errno.ELOOP)
 
 def _problem(line: str) -> OSError:
     """Return the error in the last line of a program's output."""
-    *told, reason = line.split(": ")
-    return OSError(_ERRORS.get(reason, 0), reason, *told[-1:])
+    *before, reason = line.split(": ")
+    return OSError(_ERRORS.get(reason, 0), reason, *before[-1:])

@@ -61,13 +61,13 @@ def command(
             echo("no job that has not ended matches", err=True)
     else:
         ids = job_ids(client, jobs)
-    untold: dict[str, str] = {}
-    views = client.cancel(ids, grace_s=grace, on_unreachable=untold.update) if ids else []
-    reporting.warn_unreachable(untold, "the wish is kept; `orc status` and `orc wait` pass it on once it answers")
+    unreached: dict[str, str] = {}
+    views = client.cancel(ids, grace_s=grace, on_unreachable=unreached.update) if ids else []
+    reporting.warn_unreachable(unreached, "the wish is kept; `orc status` and `orc wait` pass it on once it answers")
     if output.document({"jobs": [view.to_dict() for view in views]}, form):
         return
     for view in views:
-        asked = "asked to stop" if view.cluster not in untold else "to be stopped, not told yet"
+        asked = "asked to stop" if view.cluster not in unreached else "to be stopped, not told yet"
         headline = f"{jobtext.headline(view)}" + ("" if view.ended else f"  {asked}; `orc wait` waits for the end")
         echo(view.id if form == "name" else headline)
 

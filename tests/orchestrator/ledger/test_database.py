@@ -139,7 +139,7 @@ def test_who_has_said_that_it_waits_has_all_its_patience_left(opened, tmp_path, 
 def test_a_look_that_was_begun_in_vain_leaves_no_transaction_open(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger_database, "SILENT_S", 0.02)
     monkeypatch.setattr(ledger_database, "BUSY_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(ledger_database.proc, "network_file_system", lambda _: "nfs4")
+    monkeypatch.setattr(ledger_database.ledger_file, "network_file_system", lambda _: "nfs4")
     shared = open_database(tmp_path)  # with a rollback journal, a writer keeps readers out
     with locked(tmp_path / "ledger.db", "BEGIN EXCLUSIVE"), pytest.raises(LedgerError, match="locked"):
         keys(shared)

@@ -61,7 +61,7 @@ def test_a_ledger_on_a_network_file_system_has_a_rollback_journal(tmp_path, monk
     local = open_database(tmp_path)
     assert (journal_mode(local), local.network) == ("wal", None)
     local.close()
-    monkeypatch.setattr(database.proc, "network_file_system", lambda _: "nfs4")
+    monkeypatch.setattr(database.ledger_file, "network_file_system", lambda _: "nfs4")
     shared = open_database(tmp_path)
     assert (journal_mode(shared), shared.network) == ("delete", "nfs4")
     assert {path.name for path in tmp_path.iterdir()} == {"ledger.db", "ledger.db.reserve"}
@@ -71,9 +71,9 @@ def test_a_ledger_on_a_network_file_system_has_a_rollback_journal(tmp_path, monk
 WRITERS = """
 import sys
 from pathlib import Path
-from orc.orchestrator.ledger import database, proc
+from orc.orchestrator.ledger import ledger_file
 from orc.orchestrator.ledger.opening import open_database
-proc.network_file_system = lambda _: "nfs4"
+ledger_file.network_file_system = lambda _: "nfs4"
 opened = open_database(Path(sys.argv[1]))
 opened._raw.execute("PRAGMA foreign_keys = OFF")  # tags of no job are enough here
 for n in range(30):
