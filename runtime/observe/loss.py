@@ -15,7 +15,7 @@ def _pinned() -> Tensor:
 
 
 class LossReader:
-    """Brings a loss to the host when a line of metrics needs one. The thread that trains does it, and waits for nothing.
+    """Reader of a loss for a line of metrics. The thread that trains brings it to the host, and waits for nothing.
 
     Another thread must not: it would wait for the device's default stream, and any call of its to CUDA breaks a graph
     that is captured at that moment. A copy that was asked for directly after backward also has the loss of a model
