@@ -6,6 +6,7 @@ import random
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
@@ -151,6 +152,7 @@ class HttpSession:
         import httpx
 
         self.login, self.sleep = login, sleep
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while an answer is waited for
         self.http = httpx.Client(**options(login))
 
     def carry_out(self, call: Call[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -159,6 +161,10 @@ class HttpSession:
 
     def ask(self, request: Request[Answer]) -> Answer:
         """Return the answer to *request*, sent again when it was lost. Raises `LaunchError`."""
+        with self.around():
+            return self._ask(request)
+
+    def _ask(self, request: Request[Answer]) -> Answer:
         import httpx
 
         refuse_clear_secrets(self.login, request)

@@ -263,7 +263,10 @@ def command(deep: bool, cluster: str | None, network: bool, exclude_bad: bool, a
         return run(cluster, network=network, exclude_bad=exclude_bad, as_json=as_json)
     if exclude_bad or not network:
         raise click.UsageError("--no-network and --exclude-bad need --cluster NAME", click.get_current_context())
-    found = list(checks(deep))
+    from orc.orchestrator.cli.ui.display import waiting
+
+    with waiting("checking this machine and the clusters"):
+        found = list(checks(deep))
     failed = any(check.level == "error" for check in found)
     if as_json:
         output.echo_json({"ok": not failed, "checks": [check.to_dict() for check in found]})

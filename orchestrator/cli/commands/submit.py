@@ -150,7 +150,7 @@ def run(
 
     if (ranks or all_ranks or bell) and not following:
         raise click.UsageError("--rank, --all-ranks and --bell need --follow", click.get_current_context())
-    with submission_progress(silent=as_json or not sys.stderr.isatty(), yes=yes) as on_progress:
+    with submission_progress(silent=as_json, yes=yes) as on_progress:
         view = submit(on_progress)
     if following:
         from orc.orchestrator.cli.ui.tail import Selection
