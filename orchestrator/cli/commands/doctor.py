@@ -52,6 +52,7 @@ class Kind:
 _MODULES = {
     "local": ("torch", "runtime"),
     "sagemaker": ("boto3", "aws"),
+    "ssh": ("fabric", "ssh"),
     "tpu": ("google.cloud.tpu_v2", "gcp"),
 }
 
@@ -70,6 +71,8 @@ def kinds() -> Iterator[Kind]:
         module, extra = _MODULES.get(kind, ("", ""))
         if module and not _is_installed(module):
             yield Kind(kind, False, f"{module} is not installed here: pip install 'orc-launch[{extra}]'")
+        elif kind == "slurm" and not shutil.which("sbatch") and not _is_installed("fabric"):
+            yield Kind(kind, False, "no sbatch here; for a login node over SSH: pip install 'orc-launch[ssh]'")
         elif kind == "local":
             yield Kind(kind, True, _devices())
         elif names := [name for name, cluster in clusters.items() if cluster.kind == kind]:

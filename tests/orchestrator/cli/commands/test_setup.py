@@ -40,7 +40,7 @@ def test_the_doctor_finds_a_working_machine_well(orc: Run, job_file: JobFile) ->
 def test_the_doctor_says_in_a_line_of_each_kind_what_works_here(
     orc: Run, orc_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_is_installed", lambda module: module == "torch")
+    monkeypatch.setattr(doctor, "_is_installed", lambda module: module in ("torch", "fabric"))
     monkeypatch.setattr(shutil, "which", lambda program: None)
     (orc_home / "config").mkdir(parents=True)
     (orc_home / "config" / "clusters.yaml").write_text("lab: {kind: ssh, options: {hosts: [a]}}\n")
