@@ -38,8 +38,6 @@ def connections(cluster: str, hosts: Iterable[str] | None = None) -> fabric.Thre
             for host, result in group.run("nvidia-smi -L", hide=True).items():
                 print(host.original_host, result.stdout)
     """
-    import fabric
-
     from orc.launchers.backends import open_backend
     from orc.launchers.errors import SpecError
     from orc.launchers.remote.ssh.transport import SshTransport
@@ -52,4 +50,6 @@ def connections(cluster: str, hosts: Iterable[str] | None = None) -> fabric.Thre
         raise SpecError(f"the cluster {cluster} has no hosts that are reached over SSH")
     if missing := [name for name in wanted if name not in found]:
         raise SpecError(f"{missing[0]} is no host of the cluster {cluster}", hint=f"It has {', '.join(found)}.")
+    import fabric  # which is there: the connections are its own
+
     return fabric.ThreadingGroup.from_connections([found[name] for name in wanted])

@@ -49,7 +49,7 @@ def test_tested_versions_are_pinned() -> None:
     pinned = {Requirement(line).name.lower().replace("_", "-") for line in lines if line and not line.startswith("#")}
     extras = PROJECT["project"]["optional-dependencies"]
     wanted = [*PROJECT["project"]["dependencies"]]
-    for extra in ("dev", "runtime", "slurm", "aws", "gcp", "examples"):
+    for extra in ("dev", "runtime", "ssh", "client", "slurm", "aws", "gcp", "examples"):
         wanted += extras[extra]
     assert {Requirement(w).name.lower().replace("_", "-") for w in wanted} <= pinned
 
@@ -177,6 +177,25 @@ def test_the_command_works_without_torch(installed: Path, tmp_path: Path) -> Non
     assert Path(where.strip()).is_relative_to(installed.parent)
 
 
+def test_the_base_is_small_and_says_which_extra_is_missing(installed: Path, tmp_path: Path) -> None:
+    assert len(closure(PROJECT["project"]["dependencies"])) <= 25
+    (tmp_path / "clusters.yaml").write_text("lab: {kind: ssh, options: {hosts: [node1]}}\n")
+    env = {"HOME": str(tmp_path), "ORC_CLUSTERS": str(tmp_path / "clusters.yaml")}
+    for words, extra in (
+        (["clusters", "check", "lab"], "ssh"),
+        (["login", "http://127.0.0.1:9"], "client"),
+        (["notifications", "test", "webhook:https://hooks.example.org/x"], "client"),
+    ):
+        command = [installed / "orc", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=env, input="orc_x\n", capture_output=True, text=True)
+        assert done.returncode != 0
+        assert f"pip install 'orc-launch[{extra}]'" in done.stderr, done.stderr
+    (tmp_path / "job.yaml").write_text("name: x\ncommand: 'true'\ncluster: lab\n")
+    done = subprocess.run([installed / "orc", "render"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr  # a job is rendered without a connection
+    assert "missing" in run(installed, "orc", "doctor", cwd=tmp_path)
+
+
 def test_a_shipped_starter_can_be_copied_and_rendered(installed: Path, tmp_path: Path) -> None:
     run(installed, "orc", "init", "digits", str(tmp_path / "digits"), cwd=tmp_path)
     shown = run(installed, "orc", "render", "job.yaml", cwd=tmp_path / "digits")
@@ -203,7 +222,9 @@ for room in (orc.launchers, orc.orchestrator):
         if ".migrations." not in module.name and not module.name.startswith(NEED_AN_EXTRA):
             importlib.import_module(module.name)
 """
-    # Subclasses of a library's classes, imported where they are used; the service, which is an extra; pytest's plug-in.
+    # Subclasses of a library's classes, imported where they are used; the service, which is an extra; pytest's plug-in;
+    # connections over SSH, which are an extra, too.
     extras = ("orc.orchestrator.submitit_executor", "orc.orchestrator.service", "orc.launchers.testing")
+    extras += tuple(f"orc.launchers.remote.ssh.{name}" for name in ("connection", "link", "process"))
     code = f"NEED_AN_EXTRA = {extras}\n" + code
     run(installed, "python", "-c", code, cwd=tmp_path)

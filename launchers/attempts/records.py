@@ -49,8 +49,11 @@ class RankFailure:
 
     @property
     def reason(self) -> str:
-        """Return the summary and the exception, where there is one: ``rank 1 on a exited with 1: ValueError: x``."""
-        return f"{self.summary}: {self.exception}" if self.exception else self.summary
+        """Return the exception, where there is one, and the summary: ``ValueError: x (rank 1 on a exited with 1)``.
+
+        The exception comes first, because lists cut what does not fit at its end.
+        """
+        return f"{self.exception} ({self.summary})" if self.exception else self.summary
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankFailure:

@@ -19,7 +19,7 @@ from orc.launchers.spec import source
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.job import JobSpec
 from orc.launchers.spec.options import field_at, keys_of, section_at
-from orc.launchers.spec.source import Document, KeyPath, Origin, Reading, parse_value
+from orc.launchers.spec.source import Document, KeyPath, Origin, Reading, parse_value, place_of
 from orc.runtime.core.config import JOB_KEYS
 
 if TYPE_CHECKING:
@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 
 
 def apply_override(document: Document, override: str, reading: Callable[[KeyPath], Reading]) -> None:
-    """Change *document* by one ``key.path=VALUE``; the value is YAML. Raises `SpecError`."""
+    """Change *document* by one ``key.path=VALUE``; the value is YAML. Raises `SpecError`.
+
+    Errors name ``--set``, or the option that stands for it: the place of a `PlacedText`.
+    """
     name, equals, text = override.partition("=")
-    where = f"--set {override if len(override) <= 80 else override[:77] + '...'}"
+    where = place_of(override, f"--set {override if len(override) <= 80 else override[:77] + '...'}")
     path: KeyPath = tuple(part.strip() for part in name.split("."))
     if not equals or not all(path):
         raise SpecError("expected key.path=VALUE", where=where, hint="for example --set resources.nodes=4")
@@ -153,23 +156,35 @@ def examine(
 def read_job_file(
     path: str | os.PathLike[str], overrides: Sequence[str] = (), cluster: str | None = None
 ) -> tuple[Document, Path]:
-    """Return the data of a job file with *overrides*, not checked yet, and the path of the file. Raises `SpecError`."""
+    """Return the data of a job file with *overrides*, not checked yet, and the path of the file. Raises `SpecError`.
+
+    A Python script stands for the job file that `job_of_script` makes of it.
+    """
     source_path = Path("/dev/stdin" if path == "-" else path)
-    text = source.read_file(source_path, "job file")
     if source_path.suffix == ".py":
-        raise SpecError(
-            "this is a Python script, not a job file",
-            where=str(source_path),
-            hint="`orc launch` runs it on this machine; a job file names it: `script:`",
-        )
-    document = source.parse(text, str(source_path), reading)
-    _refuse_accelerate(document, source_path)
+        document = job_of_script(source_path)
+    else:
+        document = source.parse(source.read_file(source_path, "job file"), str(source_path), reading)
+        _refuse_accelerate(document, source_path)
     if overrides or cluster is not None:
         for override in overrides:
             apply_override(document, override, reading)
         if cluster is not None:
             put_value(document, ("cluster",), cluster, f"--cluster {cluster}")
     return document, source_path
+
+
+def job_of_script(path: Path) -> Document:
+    """Return the job file that runs the script *path* as it is.
+
+    The code that travels with it is the current directory where the script lies below that, else the script's own.
+    """
+    folder, here = Path(os.path.abspath(path)).parent, _base_dir(Path("job.yaml"))  # noqa: PTH100  resolves no links
+    workdir = here if folder.is_relative_to(here) else folder
+    data: dict[str, Any] = {"name": path.stem, "script": os.path.relpath(folder / path.name, workdir)}
+    if workdir != folder:
+        data["workdir"] = os.path.relpath(workdir, folder)
+    return Document(data, str(path), {}, {})
 
 
 def examine_document(document: Document, source_path: Path, env: Mapping[str, str] | None = None) -> Examined:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SUBMIT = "`orc submit JOB.yaml` sends a job to its cluster, `orc launch SCRIPT` runs a script on this machine"
+_SUBMIT = "`orc submit JOB.yaml` sends a job to its cluster, `orc run SCRIPT` runs a script on this machine"
 _LIST = "`orc list` lists the jobs, `orc status` shows those that have not ended"
 _STATUS = "`orc status JOB` shows a job, `orc events JOB` its history"
 _CANCEL = "`orc cancel JOB` stops a job"
@@ -17,7 +17,7 @@ _SHELL = "`orc ssh JOB` is a shell on its node, `orc exec JOB -- PROGRAM` runs a
 
 # Hints only: nothing is started, stopped or removed under a name that means something else elsewhere.
 HINTS = {
-    **dict.fromkeys(("run", "start", "create", "apply", "up", "sbatch", "srun", "salloc", "qsub", "torchrun"), _SUBMIT),
+    **dict.fromkeys(("start", "create", "apply", "up", "sbatch", "srun", "salloc", "qsub", "torchrun"), _SUBMIT),
     **dict.fromkeys(("ps", "ls", "jobs", "squeue", "qstat", "sacct"), _LIST),
     **dict.fromkeys(("describe", "show", "info", "inspect", "history", "scontrol"), _STATUS),
     "get": f"{_LIST}; {_STATUS}",
@@ -30,7 +30,7 @@ HINTS = {
     **dict.fromkeys(("sh", "shell", "bash"), _SHELL),
 }
 # A slip of the pen is answered with one of these only where it is nearly that word, and never with what deletes.
-_CAREFUL = {"submit", "launch", "resubmit", "cancel", "adopt", "merge-weights", "sync"}
+_CAREFUL = {"submit", "run", "launch", "resubmit", "cancel", "adopt", "merge-weights", "sync"}
 _NEVER = {"gc", "prune"}
 
 

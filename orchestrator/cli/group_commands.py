@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ def submit_group(loaded: LoadedGroup, *, reconciler: bool, yes: bool, as_json: b
     from orc.orchestrator.cli.ui.output import echo_json
 
     client = open_client(reconciler=reconciler)
-    with submission_progress(silent=as_json or not sys.stderr.isatty(), yes=yes) as on_progress:
+    with submission_progress(silent=as_json, yes=yes) as on_progress:
         view = client.submit_group(loaded, on_progress=on_progress)
     if as_json:
         echo_json(view.to_dict())
@@ -139,14 +138,13 @@ def group_command(kind: str, what: str) -> click.Group:
     @json_option
     def status(group: str, wanted: tuple[str, ...], refresh: bool, as_json: bool) -> None:
         from orc.orchestrator.cli.session import open_client
-        from orc.orchestrator.cli.ui import reporting
+        from orc.orchestrator.cli.session import refresh as ask_clusters
         from orc.orchestrator.cli.ui.output import echo_json
 
         client = open_client()
         view = client.group(group, kinds=(kind,))
         if refresh and (ids := [member.job.id for member in view.members]):
-            report = client.refresh(ids)
-            reporting.warn_unreachable(report.unreachable, "shown is what was last known of its jobs")
+            ask_clusters(client, ids)
         view = client.group(view.id, metrics=True)
         if as_json:
             echo_json(view.to_dict())
@@ -187,9 +185,12 @@ def group_command(kind: str, what: str) -> click.Group:
     @json_option
     def cancel(group: str, as_json: bool) -> None:
         from orc.orchestrator.cli.session import open_client
+        from orc.orchestrator.cli.ui.display import waiting
 
         client = open_client()
-        _report(client.cancel_group(client.group(group, kinds=(kind,)).id), as_json=as_json)
+        with waiting("telling the clusters to stop the jobs"):
+            view = client.cancel_group(client.group(group, kinds=(kind,)).id)
+        _report(view, as_json=as_json)
 
     @command.command("retry", help="Submit the members that ended without success once more; what has succeeded stays.")
     @argument
@@ -197,8 +198,7 @@ def group_command(kind: str, what: str) -> click.Group:
     def retry(group: str, as_json: bool) -> None:
         from orc.orchestrator.cli.session import open_client
 
-        client = open_client()
-        _report(client.retry_group(client.group(group, kinds=(kind,)).id), as_json=as_json)
+        retry_group(open_client().group(group, kinds=(kind,)).id, as_json=as_json)
 
     return command
 
@@ -206,8 +206,11 @@ def group_command(kind: str, what: str) -> click.Group:
 def retry_group(group_id: str, *, as_json: bool) -> int:
     """Submit the members that ended without success once more, and return the exit status."""
     from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.ui.display import waiting
 
-    _report(open_client().retry_group(group_id), as_json=as_json)
+    with waiting("handing the jobs to their clusters"):
+        view = open_client().retry_group(group_id)
+    _report(view, as_json=as_json)
     return 0
 
 

@@ -46,8 +46,10 @@ def _without_hosts(name: str, as_json: bool) -> int:
     """Show the findings of the backend alone, which has no list of hosts."""
     from orc.orchestrator.cli.commands.clusters import check, finding_dict, findings_text
     from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.cli.ui.display import waiting
 
-    found = check(name)
+    with waiting(f"asking {name}"):
+        found = check(name)
     failed = any(finding.level == "error" for finding in found)
     if as_json:
         output.echo_json({"cluster": name, "ok": not failed, "findings": [finding_dict(finding) for finding in found]})
@@ -60,16 +62,13 @@ def _examine(backend: Backend, network: bool, *, silent: bool) -> HostDiagnostic
     from contextlib import closing
 
     from orc.launchers.hosts.diagnostics import diagnose_hosts
+    from orc.orchestrator.cli.ui.display import display
 
-    def progress(step: str) -> None:
-        if not silent:
-            echo(f"{step} ...", err=True)
-
-    with closing(backend):
+    with closing(backend), display(silent=silent) as shown:
         stores = backend.stores()
         transports = {name: transport for name, (transport, _) in stores.roots.items()}
         roots = {name: root for name, (_, root) in stores.roots.items()}
-        return diagnose_hosts(transports, roots, stores.pythons, network=network, progress=progress)
+        return diagnose_hosts(transports, roots, stores.pythons, network=network, progress=shown.show)
 
 
 def _show(made: HostDiagnostics) -> None:

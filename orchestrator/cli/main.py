@@ -19,7 +19,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Run": {
         "submit": "Send a job to its cluster.",
         "render": "Print exactly what would be sent; touches no network.",
-        "launch": "Run a script on this machine, on N processes.",
+        "run": "Run a script on this machine, on N processes.",
+        "launch": "The same as `orc run`.",
         "resubmit": "Run a job again from the same code snapshot.",
         "cancel": "Stop jobs, with grace.",
         "sweep": "Jobs with different values: submit, compare, try again.",
@@ -79,12 +80,14 @@ HIDDEN = {
     "tick": "One reconciler pass; started by local agents.",
     "reconcile": "Passes until no job is live; started by `orc submit`.",
 }
+ALIASES = {"run": "launch"}
 COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()} | HIDDEN
 
 
 def load(name: str) -> click.Command:
     """Import the command *name* from the module of that name."""
-    command: click.Command = importlib.import_module(f"orc.orchestrator.cli.commands.{name.replace('-', '_')}").command
+    module = ALIASES.get(name, name).replace("-", "_")
+    command: click.Command = importlib.import_module(f"orc.orchestrator.cli.commands.{module}").command
     return command
 
 

@@ -130,7 +130,7 @@ cluster_option = click.option(
 cluster_argument = click.argument("name", shell_complete=complete_clusters)
 
 
-def _job_file_here(ctx: click.Context, _param: click.Parameter, given: str | None) -> str | None:
+def job_file_here(ctx: click.Context, _param: click.Parameter, given: str | None) -> str | None:
     """Return the job file that was *given*, or the one of the current directory. Raises `click.UsageError`."""
     import os
 
@@ -142,7 +142,7 @@ def _job_file_here(ctx: click.Context, _param: click.Parameter, given: str | Non
 
 
 job_file_argument = click.argument(
-    "job_file", metavar="[JOB.yaml]", required=False, type=click.Path(), callback=_job_file_here
+    "job_file", metavar="[JOB.yaml]", required=False, type=click.Path(), callback=job_file_here
 )
 
 

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.client import Client
+    from orc.orchestrator.clients.logins import Login
+    from orc.orchestrator.clients.service import ServiceClient
     from orc.orchestrator.clients.surface import JobsClient
 
 
@@ -23,12 +25,20 @@ def open_client(*, reconciler: bool = True) -> JobsClient:
     from orc.orchestrator.clients import logins
 
     if login := logins.configured():
-        from orc.orchestrator.clients.connecting import service_client
-
-        service = service_client(login)
+        service = open_service(login)
         click.get_current_context().call_on_close(service.close)
         return service
     return _of_ledger(reconciler)
+
+
+def open_service(login: Login) -> ServiceClient:
+    """Return the client of a service, which says when an answer takes long. Raises `LaunchError`."""
+    from orc.orchestrator.cli.ui.display import waiting
+    from orc.orchestrator.clients.connecting import service_client
+
+    service = service_client(login)
+    service.session.around = lambda: waiting(f"waiting for {login.url}")
+    return service
 
 
 def open_ledger(*, reconciler: bool = True) -> Client:
@@ -41,6 +51,16 @@ def open_ledger(*, reconciler: bool = True) -> Client:
     if login := logins.configured():
         raise _needs_ledger(login.url)
     return _of_ledger(reconciler)
+
+
+def refresh(client: JobsClient, job_ids: Sequence[str], note: str = "shown is what was last known of its jobs") -> None:
+    """Ask the clusters of jobs what has become of them, and warn about those that do not answer; *note* is added."""
+    from orc.orchestrator.cli.ui import reporting
+    from orc.orchestrator.cli.ui.display import waiting
+
+    with waiting(f"asking the clusters about {len(job_ids)} job{'s' if len(job_ids) != 1 else ''}"):
+        report = client.refresh(job_ids)
+    reporting.warn_unreachable(report.unreachable, note)
 
 
 def check_job(path: str, overrides: Sequence[str], cluster: str | None) -> LoadedJob:

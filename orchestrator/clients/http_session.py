@@ -6,6 +6,7 @@ import random
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
@@ -27,10 +28,19 @@ _LONGEST_PAUSE_S = 20.0
 
 
 def options(login: Login) -> dict[str, Any]:
-    """Return the arguments of an httpx client for a service. Raises `LaunchError` for a login that is not safe."""
-    import httpx
+    """Return the arguments of an httpx client for a service.
 
+    Raises `LaunchError` for a login that is not safe, and where httpx is not installed.
+    """
     logins.refuse_clear_text(login)
+    try:
+        import httpx
+    except ModuleNotFoundError:
+        raise LaunchError(
+            "a service is reached with httpx, which is not installed here",
+            where=login.url,
+            hint="pip install 'orc-launch[client]'; ORC_SERVICE_URL=local uses the ledger of this machine instead",
+        ) from None
     headers = {"User-Agent": "orc", "Accept": "application/json"}
     if login.token:
         headers["Authorization"] = f"Bearer {login.token}"
@@ -148,10 +158,12 @@ class HttpSession:
     """Connection to the service of *login*; *sleep* waits between requests. Raises `LaunchError` for an unsafe one."""
 
     def __init__(self, login: Login, sleep: Callable[[float], None] = time.sleep) -> None:
+        settings = options(login)  # says so where httpx is missing
         import httpx
 
         self.login, self.sleep = login, sleep
-        self.http = httpx.Client(**options(login))
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while an answer is waited for
+        self.http = httpx.Client(**settings)
 
     def carry_out(self, call: Call[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return the result of *call*, which the service makes. Raises `LaunchError`."""
@@ -159,6 +171,10 @@ class HttpSession:
 
     def ask(self, request: Request[Answer]) -> Answer:
         """Return the answer to *request*, sent again when it was lost. Raises `LaunchError`."""
+        with self.around():
+            return self._ask(request)
+
+    def _ask(self, request: Request[Answer]) -> Answer:
         import httpx
 
         refuse_clear_secrets(self.login, request)

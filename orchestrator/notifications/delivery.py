@@ -48,12 +48,15 @@ _WORDS = {
     "test": "is a test of this target",
 }
 _REASON_LENGTH = 1500
+_HEADLINE_REASON = 200
 
 
 def headline(payload: Mapping[str, Any]) -> str:
-    """Return one line: ``digits-k3f9a2 has failed on gpu``."""
+    """Return one line: ``digits-k3f9a2 has failed on gpu: ValueError: x (rank 1 on a exited with 1)``."""
     where = f" on {payload['cluster']}" if payload.get("cluster") else ""
-    return escape_controls(f"{payload['job']} {_WORDS.get(payload['event'], payload['event'])}{where}")
+    reason = str(payload.get("reason") or "").partition("\n")[0] if payload["event"] == "failure" else ""
+    why = f": {reason[:_HEADLINE_REASON]}" if reason else ""
+    return escape_controls(f"{payload['job']} {_WORDS.get(payload['event'], payload['event'])}{where}{why}")
 
 
 def details(payload: Mapping[str, Any]) -> list[str]:

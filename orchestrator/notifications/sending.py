@@ -34,8 +34,11 @@ class Undelivered(Exception):
 
 def post(target: Target, body: bytes, headers: Mapping[str, str]) -> None:
     """Post *body* to the target. Raises `Undelivered`, or `Undeliverable` where it makes no sense to try again."""
-    import httpx
-
+    try:
+        import httpx
+    except ModuleNotFoundError:
+        what = "notifications are posted with httpx, which is not installed here"
+        raise Undeliverable(what, where=target.shown, hint="pip install 'orc-launch[client]'") from None
     url, pinned, host = target.url, dict[str, str](), ""
     if target.limited and not target.plain:
         url, pinned, host = _pinned(target)

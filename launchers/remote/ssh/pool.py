@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from dataclasses import replace
 from functools import cached_property
@@ -18,9 +19,15 @@ _DEEPEST = 8  # jump hosts in a row
 
 
 class ConnectionPool:
-    """Makes the connections of one cluster, whose jump hosts it closes when nothing is behind them any more."""
+    """Makes the connections of one cluster, whose jump hosts it closes when nothing is behind them any more.
+
+    Raises `SpecError` where fabric is not installed.
+    """
 
     def __init__(self, access: ConnectOptions) -> None:
+        if importlib.util.find_spec("fabric") is None:
+            what = "connections over SSH need fabric, which is not installed here"
+            raise SpecError(what, hint="pip install 'orc-launch[ssh]'")
         self.access = access
         self._lock = threading.RLock()
         self._gateways: dict[Route, HostConnection] = {}

@@ -24,6 +24,7 @@ def command(dry_run: bool, as_json: bool) -> int:
     """
     from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.cli.ui.output import echo
     from orc.orchestrator.engine import adoption, job_files
 
@@ -33,8 +34,9 @@ def command(dry_run: bool, as_json: bool) -> int:
     if dry_run:
         found = [adoption.AdoptionResult(one.job.id, one.job.cluster, 0) for one in kept]
     else:
-        found = [adoption.adopt(ws, one) for one in kept]
-        client.refresh([one.job for one in found if one.attempts])
+        with waiting(f"asking the clusters about {len(kept)} jobs"):
+            found = [adoption.adopt(ws, one) for one in kept]
+            client.refresh([one.job for one in found if one.attempts])
         client.leave_reconciler()
     if as_json:
         output.echo_json({"dry_run": dry_run, "jobs": [asdict(one) for one in found]})

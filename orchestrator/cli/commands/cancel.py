@@ -43,6 +43,7 @@ def command(
     """
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import jobtext, output, reporting
+    from orc.orchestrator.cli.ui.display import waiting
 
     context = click.get_current_context()
     filtered = bool(states or name is not None or tags or group is not None)
@@ -62,7 +63,8 @@ def command(
     else:
         ids = job_ids(client, jobs)
     unreached: dict[str, str] = {}
-    views = client.cancel(ids, grace_s=grace, on_unreachable=unreached.update) if ids else []
+    with waiting(f"telling the clusters to stop {len(ids)} job{'s' if len(ids) != 1 else ''}"):
+        views = client.cancel(ids, grace_s=grace, on_unreachable=unreached.update) if ids else []
     reporting.warn_unreachable(unreached, "the wish is kept; `orc status` and `orc wait` pass it on once it answers")
     if output.document({"jobs": [view.to_dict() for view in views]}, form):
         return

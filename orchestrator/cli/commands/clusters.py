@@ -89,10 +89,12 @@ def check_command(name: str, as_json: bool) -> int:
     from orc.launchers.backends.base import SupportsHostSurvey
     from orc.launchers.spec.clusters import get_cluster
     from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.cli.ui.display import waiting
 
     backend = open_backend(get_cluster(name))
-    hosts = backend.survey() if isinstance(backend, SupportsHostSurvey) else None
-    findings = check(name) if hosts is None else [finding for host in hosts for finding in host.findings]
+    with waiting(f"asking {name}"):
+        hosts = backend.survey() if isinstance(backend, SupportsHostSurvey) else None
+        findings = check(name) if hosts is None else [finding for host in hosts for finding in host.findings]
     if as_json:
         told = {"cluster": name, "findings": [finding_dict(finding) for finding in findings]}
         output.echo_json(told if hosts is None else {**told, "hosts": [_host_dict(host) for host in hosts]})

@@ -57,11 +57,10 @@ def _written(path: Path, values: dict[str, Any], as_json: bool, after: str = "")
 
 @click.group("config", invoke_without_command=True, context_settings=EITHER_SPELLING)
 @_file_option
-@click.option("--plain", is_flag=True, help="Plain questions, without arrow keys; so it is without a terminal.")
 @_force_option
 @json_option
 @click.pass_context
-def command(ctx: click.Context, config_file: Path | None, plain: bool, force: bool, as_json: bool) -> None:
+def command(ctx: click.Context, config_file: Path | None, force: bool, as_json: bool) -> None:
     """Ask how this machine trains, and write the configuration file that `orc launch` reads.
 
     The file is one of Hugging Face Accelerate: default_config.yaml below $HF_HOME/accelerate, or
@@ -73,11 +72,12 @@ def command(ctx: click.Context, config_file: Path | None, plain: bool, force: bo
     from orc.launchers.accelerate.defaults import write_config
     from orc.launchers.accelerate.wizard import interview
     from orc.launchers.errors import SpecError
-    from orc.orchestrator.cli.ui.prompts import PlainPrompts, prompts
+    from orc.orchestrator.cli.ui import questions
+    from orc.orchestrator.cli.ui.prompts import Prompts
 
-    path, ask = _target(config_file), prompts(plain)
+    path, ask = _target(config_file), Prompts()
     if path.exists() and not force:
-        if isinstance(ask, PlainPrompts):
+        if not questions.can_ask():
             hint = "--force replaces it, --config-file FILE writes another, `orc config update` keeps its values"
             raise SpecError("the file is there already, and stays as it is", where=str(path), hint=hint)
         force = ask.confirm(f"{path} is there already. Replace it?")

@@ -66,11 +66,13 @@ def _discover(
     from orc.launchers.paths import clusters_file
     from orc.launchers.spec import source
     from orc.orchestrator.cli.ui import output, reporting
+    from orc.orchestrator.cli.ui.display import waiting
 
     file = clusters_file()
     if name is not None and write:
         refuse_known(name, file)
-    found = backend.discover({key: value for key, value in ways.items() if value is not None}, name)
+    with waiting("asking the cluster about itself"):
+        found = backend.discover({key: value for key, value in ways.items() if value is not None}, name)
     if not as_json:
         echo(found.entry, nl=False)
     for finding in found.findings:

@@ -35,6 +35,80 @@ class Check:
         return {"name": self.name, "level": self.level, "what": self.what, "do": self.do}
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Kind of cluster: whether jobs can be sent to such clusters from this machine, and what is missing."""
+
+    name: str
+    works: bool
+    what: str
+
+    def to_dict(self) -> dict[str, str | bool]:
+        """JSON-able form."""
+        return {"kind": self.name, "works": self.works, "what": self.what}
+
+
+# Of each kind: the module that the machine needs, and the extra of orc that brings it.
+_MODULES = {
+    "local": ("torch", "runtime"),
+    "sagemaker": ("boto3", "aws"),
+    "ssh": ("fabric", "ssh"),
+    "tpu": ("google.cloud.tpu_v2", "gcp"),
+}
+
+
+def kinds() -> Iterator[Kind]:
+    """Return a line for each kind of cluster, in alphabetical order; no cluster is contacted."""
+    from orc.launchers.errors import LaunchError
+    from orc.launchers.plugins import BACKENDS
+    from orc.launchers.spec.clusters import read_clusters
+
+    try:
+        clusters = read_clusters()[0]
+    except LaunchError:
+        clusters = {}  # what is wrong with the file is among the checks
+    for kind in BACKENDS.kinds():
+        module, extra = _MODULES.get(kind, ("", ""))
+        if module and not _is_installed(module):
+            yield Kind(kind, False, f"{module} is not installed here: pip install 'orc-launch[{extra}]'")
+        elif kind == "slurm" and not shutil.which("sbatch") and not _is_installed("fabric"):
+            yield Kind(kind, False, "no sbatch here; for a login node over SSH: pip install 'orc-launch[ssh]'")
+        elif kind == "local":
+            yield Kind(kind, True, _devices())
+        elif names := [name for name, cluster in clusters.items() if cluster.kind == kind]:
+            yield Kind(kind, True, f"{', '.join(names)}; `orc clusters check {names[0]}` asks it")
+        else:
+            yield Kind(kind, True, f"no such cluster in clusters.yaml; {_first_entry(kind)}")
+
+
+def _first_entry(kind: str) -> str:
+    """Return how a first cluster of *kind* gets into clusters.yaml."""
+    from orc.orchestrator.cli.commands.init import starters
+
+    if kind == "slurm":
+        login = "" if shutil.which("sbatch") else " --login HOST"
+        return f"`orc clusters discover slurm{login}` writes an entry"
+    return f"`orc init {kind}` has an entry to copy" if kind in starters() else "docs/reference/clusters-yaml.md"
+
+
+def _is_installed(module: str) -> bool:
+    import importlib.util
+
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
+
+
+def _devices() -> str:
+    import importlib.metadata
+
+    from orc.launchers.agent.gpus import gpu_count
+
+    gpus = gpu_count() or 0
+    return f"this machine, with torch {importlib.metadata.version('torch')}, GPUs: {gpus or 'none'}"
+
+
 def checks(deep: bool) -> Iterator[Check]:
     """All checks, in order. Each reports what goes wrong with itself, so that one broken thing hides no other."""
     for name, check in (
@@ -73,9 +147,8 @@ def _python() -> Iterator[Check]:
 
 def _torch() -> Iterator[Check]:
     import importlib.metadata
-    import importlib.util
 
-    if importlib.util.find_spec("torch") is None:
+    if not _is_installed("torch"):
         yield Check(
             "torch",
             "warning",
@@ -247,11 +320,13 @@ def _cluster(label: str, findings: list[Finding]) -> Iterator[Check]:
     "--cluster", metavar="NAME", shell_complete=complete_clusters, help="Examine this cluster's hosts instead."
 )
 @click.option("--network/--no-network", default=True, help="With --cluster: try every pair and an all-reduce.")
+@click.option("--all", "every", is_flag=True, help="Show every check, those that found nothing wrong too.")
 @click.option("--exclude-bad", is_flag=True, help="With --cluster: keep jobs off the hosts found bad.")
 @json_option
-def command(deep: bool, cluster: str | None, network: bool, exclude_bad: bool, as_json: bool) -> int:
-    """Check Python, torch, git, Slurm, the state directory, the ledger, the snapshots and the clusters.
+def command(deep: bool, cluster: str | None, network: bool, every: bool, exclude_bad: bool, as_json: bool) -> int:
+    """Say to which kinds of cluster jobs can be sent from here, and check what they depend on.
 
+    The checks: Python, torch, git, Slurm, the state directory, the ledger, the snapshots and the clusters.
     With --cluster the hosts of one cluster are examined: reachability, clocks, disks, versions, GPUs, who can talk to
     whom, and how fast an all-reduce over all of them is. Exit status 1 when something is in error.
     """
@@ -263,15 +338,33 @@ def command(deep: bool, cluster: str | None, network: bool, exclude_bad: bool, a
         return run(cluster, network=network, exclude_bad=exclude_bad, as_json=as_json)
     if exclude_bad or not network:
         raise click.UsageError("--no-network and --exclude-bad need --cluster NAME", click.get_current_context())
-    found = list(checks(deep))
+    from orc.orchestrator.cli.ui.display import waiting
+
+    with waiting("checking this machine and the clusters"):
+        found = list(checks(deep))
     failed = any(check.level == "error" for check in found)
     if as_json:
-        output.echo_json({"ok": not failed, "checks": [check.to_dict() for check in found]})
+        told = [kind.to_dict() for kind in kinds()]
+        output.echo_json({"ok": not failed, "kinds": told, "checks": [check.to_dict() for check in found]})
         return int(failed)
-    colours = {"ok": "green", "warning": "yellow", "error": "red"}
-    rows = [(output.style(check.level, fg=colours.get(check.level)), check.name, check.what) for check in found]
-    echo(output.table(("", "WHAT", "FINDING"), rows))
-    for check in found:
+    lines = [(kind.name, _answer("works" if kind.works else "missing"), kind.what) for kind in kinds()]
+    echo(output.table(("KIND", "HERE", "CLUSTERS"), lines))
+    # The line of its kind says that torch is missing; for clusters elsewhere it need not be here.
+    wrong = [check for check in found if check.level in ("warning", "error") and check.name != "torch"]
+    if shown := found if every else wrong:
+        echo()
+        echo(output.table(("", "WHAT", "FINDING"), [(_answer(check.level), check.name, check.what) for check in shown]))
+    for check in shown:
         if check.do and check.level in ("warning", "error"):
             echo(f"\n{check.name}: {check.do}")
+    if not every:
+        count = f"{len(found)} check{'s' if len(found) != 1 else ''}"
+        echo(f"\n{count}, {len(wrong) or 'nothing'} wrong; `orc doctor --all` shows each")
     return int(failed)
+
+
+def _answer(word: str) -> str:
+    from orc.orchestrator.cli.ui.output import style
+
+    colours = {"ok": "green", "works": "green", "missing": "yellow", "warning": "yellow", "error": "red"}
+    return style(word, fg=colours.get(word))

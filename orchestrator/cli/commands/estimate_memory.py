@@ -47,6 +47,7 @@ def command(
     the configuration is read: the model is made without memory. It needs torch, and the model's library.
     """
     from orc.launchers.errors import LaunchError
+    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.cli.ui.output import echo_json, table
 
     if more and not first:
@@ -57,12 +58,14 @@ def command(
     if parallelism is not None and first:
         raise click.UsageError("--dtypes and --parallelism: with the latter, --dtype says what is trained")
     try:  # by name: no other command may bring torch along
-        models = importlib.import_module("orc.runtime.weights.named_models")
-        sizes = importlib.import_module("orc.runtime.weights.sizes")
+        with waiting("loading torch"):
+            models = importlib.import_module("orc.runtime.weights.named_models")
+            sizes = importlib.import_module("orc.runtime.weights.sizes")
     except ModuleNotFoundError as error:
         raise LaunchError(f"{error.name} is not installed here", hint="pip install 'orc-launch[runtime]'") from None
     try:
-        made = models.empty_model(model, library_name, trust_remote_code)
+        with waiting(f"making {model} without memory"):
+            made = models.empty_model(model, library_name, trust_remote_code)
     except models.ModelNotFound as error:
         raise LaunchError(str(error), where=model) from None
     if parallelism is not None:

@@ -34,9 +34,11 @@ def command(job: str, node: int | None, rank: int | None, everywhere: bool, prog
         raise click.UsageError("give one of --node, --rank and --all", click.get_current_context())
     from orc.launchers.hosts.sessions import on_node
     from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.ui.display import waiting
 
     client = open_client()
-    entries = client.entries(client.resolve(job))
+    with waiting(f"looking for the nodes of {job}"):
+        entries = client.entries(client.resolve(job))
     if everywhere:
         return _everywhere(entries, program)
     chosen = pick(client, job, entries, node, rank)

@@ -44,16 +44,18 @@ def command(cluster: str | None, dry_run: bool, older_than: float, work: bool, a
     from orc.launchers.transfer.targets import Targets, collect_garbage
     from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.engine.retention import collect_at, snapshot_needs
 
     client = open_ledger()
     needed = snapshot_needs(client.workspace.ledger)
     request = GcRequest("", older_than, needed.digests, needed.ended, work, dry_run)
-    if cluster is None:
-        here = Targets({"here": (LocalTransport(), str(client.workspace.state_dir))}, {})
-        found = {(host, ""): result for host, result in collect_garbage(here, request).items()}
-    else:
-        found = collect_at(client.workspace, cluster, request)
+    with waiting(f"looking for what no job needs, {f'on {cluster}' if cluster else 'here'}"):
+        if cluster is None:
+            here = Targets({"here": (LocalTransport(), str(client.workspace.state_dir))}, {})
+            found = {(host, ""): result for host, result in collect_garbage(here, request).items()}
+        else:
+            found = collect_at(client.workspace, cluster, request)
     if as_json:
         output.echo_json({"dry_run": dry_run, "hosts": [_to_dict(place, result) for place, result in found.items()]})
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,10 +43,31 @@ def group(folder: Path) -> str:
 
 
 def description(folder: Path) -> str:
-    """Return the description of a starter: the first comment of its job file that is not for editors."""
+    """Return the description of a starter: the first comment of its job file."""
+    return _head(folder)[0].lstrip("# ").strip()
+
+
+def duration(folder: Path) -> str:
+    """Return how long a starter takes, as the second comment of its job file says."""
+    return _head(folder)[1].removeprefix("# Takes ").partition(" on ")[0].strip()
+
+
+def _head(folder: Path) -> list[str]:
     with (folder / "job.yaml").open(encoding="utf-8") as file:
-        lines = (line.lstrip("# ").strip() for line in file)
-        return next((line for line in lines if not line.startswith("yaml-language-server:")), "")
+        return [file.readline(), file.readline()]
+
+
+def needs(folder: Path) -> list[str]:
+    """Return what a starter needs: the packages of its requirements, and the cluster that it is made for."""
+    clusters = folder / "clusters.yaml"
+    kinds = re.findall(r"^  kind: (\w+)", clusters.read_text("utf-8"), re.MULTILINE) if clusters.is_file() else []
+    return [*packages(folder), *(f"a {kind} cluster" for kind in kinds)]
+
+
+def packages(folder: Path) -> list[str]:
+    """Return the names of the packages in the requirements of a starter."""
+    file = folder / "requirements.txt"
+    return re.findall(r"^[\w-]+", file.read_text("utf-8"), re.MULTILINE) if file.is_file() else []
 
 
 def copy(source: Path, target: Path) -> list[str]:
@@ -106,14 +129,26 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _list(known: dict[str, Path]) -> None:
-    width = max(map(len, known))
+    from orc.orchestrator.cli.ui.output import table
+
+    rows = [(n, duration(p), ", ".join(needs(p)) or "nothing", description(p)) for n, p in known.items()]
+    header, *lines = table(("STARTER", "TAKES", "NEEDS", "WHAT IT SHOWS"), rows).splitlines()
+    echo(header)
     heading = None
-    for name, folder in known.items():
+    for folder, line in zip(known.values(), lines, strict=True):
         if group(folder) != heading:
             heading = group(folder)
-            echo(f"{heading}:")
-        echo(f"  {name:{width}}  {description(folder)}")
-    echo("\norc init STARTER [DIRECTORY] copies one.")
+            echo(f"\n{heading}:")
+        echo(line)
+    echo("\nTimes are those of two processes on two CPU cores. `orc init STARTER [DIRECTORY]` copies one.")
+
+
+def _missing(folder: Path) -> list[str]:
+    """Return the packages of a starter that the Python of orc, in which jobs on this machine run, does not have."""
+    from importlib.metadata import distributions
+
+    here = {str(found.name).lower().replace("_", "-") for found in distributions()}
+    return [name for name in packages(folder) if name.lower().replace("_", "-") not in here]
 
 
 def _complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -135,7 +170,10 @@ def command(starter: str | None, directory: Path | None, listed: bool, as_json: 
     known = starters()
     if starter is None or listed:
         if as_json:
-            found = [{"name": n, "group": group(p), "description": description(p)} for n, p in known.items()]
+            found = [
+                {"name": n, "group": group(p), "description": description(p), "takes": duration(p), "needs": needs(p)}
+                for n, p in known.items()
+            ]
             echo_json({"starters": found})
         else:
             _list(known)
@@ -148,4 +186,9 @@ def command(starter: str | None, directory: Path | None, listed: bool, as_json: 
         echo_json({"starter": starter, "directory": str(target.absolute()), "files": files})
         return
     echo(f"wrote {', '.join(files)} to {target}")
-    echo(f"next: cd {target} && orc submit job.yaml --follow")
+    if missing := _missing(target):
+        requirements = shlex.quote(str(target / "requirements.txt"))
+        echo(f"not installed here: {', '.join(missing)}; `pip install -r {requirements}`")
+    elsewhere = (target / "clusters.yaml").is_file()
+    run = "ORC_CLUSTERS=clusters.yaml orc render job.yaml" if elsewhere else "orc submit job.yaml --follow"
+    echo(f"next: cd {shlex.quote(str(target))} && {run}")

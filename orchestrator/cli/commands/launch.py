@@ -56,6 +56,11 @@ class _Documented(click.Option):
 
 
 _SHORT = {"ignored": "no effect here", "job": "for jobs", "refused": "not available"}
+_MOST_USED = (
+    ("train.py --lr 0.1", "on all GPUs, or one process"),
+    ("-n 2 train.py --lr 0.1", "on two processes"),
+    ("--config_file FILE train.py", "as `accelerate launch` does with FILE"),
+)
 _OWN = "orc"
 _WORDS = "orc.launch.words"
 
@@ -94,6 +99,13 @@ class _Grouped(click.Command):
         """Keep the words for `format_options`: ``--help`` is answered before any other option is looked at."""
         ctx.meta[_WORDS] = list(args)
         return super().parse_args(ctx, args)
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the lines that are used most, under the name that the command was called by, and the text."""
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_dl([(f"{ctx.command_path} {words}", what) for words, what in _MOST_USED], col_max=44)
+        super().format_help_text(ctx, formatter)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options by group; beside ``--use_fsdp`` and its like, only those that go with it."""

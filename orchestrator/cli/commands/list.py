@@ -57,10 +57,13 @@ def fresh(client: JobsClient, read_rows: Callable[[], list[JobRow]]) -> list[Job
     """Return the rows, after a poll of the clusters of those with old states."""
     import time
 
+    from orc.orchestrator.cli.ui.display import waiting
+
     rows = read_rows()
     stale = [row.id for row in rows if row.age_from is not None and time.time() - row.age_from > STALE_S]
     if stale:
-        client.refresh_within(stale, WITHIN_S)
+        with waiting(f"asking the clusters about {len(stale)} jobs, for {WITHIN_S:.0f} s at most"):
+            client.refresh_within(stale, WITHIN_S)
         rows = read_rows()
     return rows
 

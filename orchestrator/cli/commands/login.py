@@ -22,9 +22,9 @@ def command(url: str, token_file: str | None, ca: str | None, insecure_http: boo
 
     The token is asked for on a terminal, else read from standard input: an argument would be seen by others.
     """
+    from orc.orchestrator.cli.session import open_service
     from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.clients import logins
-    from orc.orchestrator.clients.connecting import service_client
     from orc.orchestrator.clients.logins import Login
 
     address = logins.checked_url(url)
@@ -32,7 +32,7 @@ def command(url: str, token_file: str | None, ca: str | None, insecure_http: boo
     logins.refuse_clear_text(Login(address, insecure_http=insecure_http))
     token = logins.token_file(Path(token_file)) if token_file else _asked(address)
     login = Login(address, token, trusted, insecure_http)
-    with service_client(login) as client:
+    with open_service(login) as client:
         me = client.me()
     place = logins.store(login)
     if as_json:

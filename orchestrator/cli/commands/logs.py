@@ -61,7 +61,7 @@ def command(
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.cli.ui.display import display
+    from orc.orchestrator.cli.ui.display import display, waiting
     from orc.orchestrator.cli.ui.follow import follow
     from orc.orchestrator.cli.ui.log_lines import LineFilter, copy_merged, have_times
     from orc.orchestrator.cli.ui.tail import Cursor, JsonSink, PlainSink, PrefixSink, Selection, Sink
@@ -73,7 +73,8 @@ def command(
         raise LaunchError(f"there is no attempt {attempt}", where=job_id, hint=f"attempts so far: {len(view.attempts)}")
     number = attempt or len(view.attempts)
     selection = Selection(ranks, nodes, launcher=launcher)
-    existing = client.log_selectors(job_id, attempt=number) if number else []
+    with waiting(f"looking for the logs of {job_id}"):
+        existing = client.log_selectors(job_id, attempt=number) if number else []
     selectors = selection.of(existing, final=True)
     if not selectors and not following:
         raise _no_logs(view, number, existing)

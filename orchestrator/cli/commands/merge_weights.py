@@ -29,6 +29,7 @@ def command(
     It needs torch, and memory for the whole model once.
     """
     from orc.launchers.errors import LaunchError
+    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.cli.ui.output import echo_json
 
     try:  # by name: no other command may bring torch along
@@ -37,7 +38,8 @@ def command(
     except ModuleNotFoundError as error:
         raise LaunchError(f"{error.name} is not installed here", hint="pip install 'orc-launch[runtime]'") from None
     try:
-        file = merge(directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
+        with waiting(f"merging the shards in {directory}"):
+            file = merge(directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
     except (errors.CheckpointError, OSError, ValueError) as error:
         raise LaunchError(str(error), where=str(directory)) from None
     if as_json:

@@ -44,6 +44,7 @@ def command(jobs: tuple[str, ...], following: bool, wanted: tuple[str, ...], tai
     """
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import reporting
+    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.insight.metrics import course
 
     client = open_client()
@@ -53,8 +54,9 @@ def command(jobs: tuple[str, ...], following: bool, wanted: tuple[str, ...], tai
         _compare(client, list(dict.fromkeys(client.resolve(job) for job in jobs)), wanted or ("loss",), as_json)
         return
     job_id = client.resolve(jobs[0] if jobs else "@last")
-    reader = client.metrics(job_id)
-    lines = reader.read()
+    with waiting(f"reading the measurements of {job_id}"):
+        reader = client.metrics(job_id)
+        lines = reader.read()
     reporting.warn_unreachable({host: e.what for host, e in reader.unreachable.items()}, "its part is missing below")
     if not following and not lines:
         raise _nothing(client, job_id)
@@ -87,14 +89,16 @@ def _compare(client: JobsClient, job_ids: Sequence[str], wanted: Sequence[str], 
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.cli.ui import output, reporting
     from orc.orchestrator.cli.ui.curves import MARKS, overlay
+    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.insight.metrics import course, series
 
     if len(job_ids) > len(MARKS):
         raise LaunchError(f"{len(job_ids)} curves cannot be told apart", hint=f"give {len(MARKS)} jobs at most")
     measured: dict[str, Sequence[Line]] = {}
     for job_id in job_ids:
-        reader = client.metrics(job_id)
-        measured[job_id] = reader.read()
+        with waiting(f"reading the measurements of {job_id}"):
+            reader = client.metrics(job_id)
+            measured[job_id] = reader.read()
         missing = {host: error.what for host, error in reader.unreachable.items()}
         reporting.warn_unreachable(missing, f"its part of {job_id} is missing below")
     if as_json:

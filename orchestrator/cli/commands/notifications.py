@@ -83,6 +83,7 @@ def test_command(target: str, as_json: bool) -> None:
 
     from orc.launchers.errors import LaunchError
     from orc.launchers.secrets import resolve_secrets
+    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.notifications.delivery import send
     from orc.orchestrator.notifications.sending import Undelivered
@@ -91,7 +92,8 @@ def test_command(target: str, as_json: bool) -> None:
     found = target_of(target, load_settings(), Policy(), resolve_secrets)
     payload: dict[str, object] = {"event": "test", "job": "orc", "reason": "orc notifications test"}
     try:
-        send(found, payload, f"test-{uuid.uuid4().hex[:12]}", time.time())
+        with waiting(f"sending to {found.shown}"):
+            send(found, payload, f"test-{uuid.uuid4().hex[:12]}", time.time())
     except Undelivered as error:
         raise LaunchError(f"the test did not arrive: {error}", where=found.shown) from None
     if as_json:

@@ -109,6 +109,7 @@ def _prune_clouds(cluster: str | None, *, dry_run: bool, kept: bool, unknown: bo
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.engine import cleanup
 
     ws = open_ledger().workspace
@@ -118,9 +119,11 @@ def _prune_clouds(cluster: str | None, *, dry_run: bool, kept: bool, unknown: bo
     failed: dict[str, LaunchError] = {}
     for name in names:
         try:
-            found = cleanup.leftovers(ws, name)
+            with waiting(f"asking {name} what is left there"):
+                found = cleanup.leftovers(ws, name)
             chosen = [one for one in found if one.why in wanted]
-            errors = {} if dry_run else cleanup.sweep(ws, name, chosen)
+            with waiting(f"deleting on {name}"):
+                errors = {} if dry_run else cleanup.sweep(ws, name, chosen)
         except LaunchError as error:
             if cluster is not None:
                 raise

@@ -29,6 +29,7 @@ def command(cluster: str | None, form: str | None) -> int:
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.cli.ui.display import waiting
 
     client = open_client()
     names, errors = ([cluster], {}) if cluster is not None else client.queueing_clusters()
@@ -37,7 +38,8 @@ def command(cluster: str | None, form: str | None) -> int:
     reports: dict[str, QueueReport] = {}
     for name in names:
         try:
-            reports[name] = client.queue(name)
+            with waiting(f"asking {name} for its queue"):
+                reports[name] = client.queue(name)
         except LaunchError as error:
             if cluster is not None:
                 raise

@@ -123,9 +123,11 @@ def _umask() -> int:
 def show(loaded: LoadedJob, form: str, output: Path | None) -> None:
     """Print the plan of a job as *form*: text, json, or dir, which writes it to *output* and prints the paths."""
     from orc.orchestrator.cli.ui.command_lines import command_lines
+    from orc.orchestrator.cli.ui.display import READING, waiting
     from orc.orchestrator.cli.ui.output import echo_json
 
-    plan, findings = plan_of(loaded)
+    with waiting(READING):
+        plan, findings = plan_of(loaded)
     for finding in findings:
         from orc.orchestrator.cli.ui.reporting import warn
 

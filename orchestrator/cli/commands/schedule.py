@@ -53,15 +53,13 @@ def create(
 
     Its snapshot is taken now: what is changed later needs another schedule.
     """
-    import sys
-
     from orc.orchestrator.cli.session import check_job, open_client
     from orc.orchestrator.cli.ui.display import submission_progress
     from orc.orchestrator.engine.cron import check
 
     check(cron, timezone)
     loaded = check_job(job_file, overrides, cluster)
-    with submission_progress(silent=as_json or not sys.stderr.isatty(), yes=yes) as on_progress:
+    with submission_progress(silent=as_json, yes=yes) as on_progress:
         view = open_client().create_schedule(
             loaded, cron, name=name or "", timezone=timezone, missed=missed, overlap=overlap, on_progress=on_progress
         )

@@ -21,7 +21,9 @@ def command(job: str, node: int | None, rank: int | None) -> None:
     from orc.launchers.hosts.sessions import on_node
     from orc.orchestrator.cli.commands.exec import become, pick
     from orc.orchestrator.cli.session import open_client
+    from orc.orchestrator.cli.ui.display import waiting
 
     client = open_client()
-    chosen = pick(client, job, client.entries(client.resolve(job)), node, rank)
+    with waiting(f"looking for the nodes of {job}"):
+        chosen = pick(client, job, client.entries(client.resolve(job)), node, rank)
     become(client, on_node(chosen, (), rank=rank, terminal=True))

@@ -25,17 +25,20 @@ def command(job: str, timeout: float, as_json: bool) -> int:
     """
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.cli.ui import jobtext, output
+    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.insight import sessions
 
     client = open_client()
     job_id = client.resolve(job)
     if client.address:
         client.entries(job_id)  # says why not, and where it can be done
-    client.refresh([job_id])
-    if client.job(job_id).ended:
-        raise LaunchError(f"{job_id} has ended: no ranks run", hint=f"`orc status {job_id}` says how")
-    found = sessions.stacks(client.entries(job_id), timeout)
+    with waiting(f"asking the cluster of {job_id}"):
+        client.refresh([job_id])
+    if (view := client.job(job_id)).ended:
+        raise LaunchError(f"no ranks run: {jobtext.headline(view)}", hint=f"`orc status {job_id}` says more")
+    with waiting("asking the ranks for their stacks"):
+        found = sessions.stacks(client.entries(job_id), timeout)
     groups = sessions.grouped(found["answers"])
     if as_json:
         rows = [{"ranks": list(g.ranks), "frames": [list(f) for f in g.frames], "error": g.error} for g in groups]

@@ -26,15 +26,14 @@ def unended(client: JobsClient) -> list[str]:
 def command(jobs: tuple[str, ...], refresh: bool, form: str | None) -> None:
     """Show attempts, hosts, ranks and the first failure of JOBs; without one, of all that have not ended."""
     from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import jobtext, output, reporting
+    from orc.orchestrator.cli.session import refresh as ask_clusters
+    from orc.orchestrator.cli.ui import jobtext, output
 
     client = open_client()
     ids = job_ids(client, jobs) or unended(client)
     # The clusters have nothing to add about jobs that have ended, and a pass takes longer to load than to show them.
     if refresh and (live := [job_id for job_id in ids if client.job(job_id).state in LIVE_STATES]):
-        report = client.refresh(live)
-        # What the ledger knows is still worth showing; that it may be old must be said.
-        reporting.warn_unreachable(report.unreachable, "shown is what was last known of its jobs")
+        ask_clusters(client, live)
     views = [client.job(job_id) for job_id in ids]
     if output.document({"jobs": [view.to_dict() for view in views]}, form):
         return

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option
+from orc.orchestrator.cli.options import cluster_option, job_file_here, json_option, set_option
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -61,9 +64,38 @@ def group_options(function: Callable[..., Any]) -> Callable[..., Any]:
 yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask whether a large snapshot is meant.")
 
 
-@click.command("submit")
-@job_file_argument
+SCRIPT_ARGUMENTS = "orc.submit.arguments"  # of click's context: the words behind `--`
+
+
+class _Submit(click.Command):
+    """Command that leaves the words behind ``--`` to the script."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse what stands before ``--``."""
+        end = args.index("--") if "--" in args else len(args)
+        ctx.meta[SCRIPT_ARGUMENTS] = args[end + 1 :] if end < len(args) else None
+        return super().parse_args(ctx, args[:end])
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Return the words of the usage line."""
+        return [*super().collect_usage_pieces(ctx), "[-- ARG...]"]
+
+
+def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--nodes``, ``--nproc``, ``--gpus``."""
+    for option in (
+        click.option("--gpus", metavar="N", help="GPUs per node, one for each process."),
+        click.option("-n", "--nproc", metavar="N", help="Processes per node."),
+        click.option("--nodes", metavar="N", help="Nodes; 2:4 takes what is free."),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command("submit", cls=_Submit)
+@click.argument("job_file", metavar="[JOB.yaml|SCRIPT.py]", required=False, type=click.Path(), callback=job_file_here)
 @cluster_option
+@place_options
 @set_option
 @after_option
 @group_options
@@ -71,6 +103,7 @@ yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask whether 
     "--priority", type=click.IntRange(-100, 100), metavar="N", help="Instead of the job file's: higher goes first."
 )
 @click.option("--dry-run", is_flag=True, help="Send nothing: show what would run, as `orc render` does.")
+@click.option("--save", metavar="FILE", type=click.Path(path_type=Path), help="Keep the job file made for SCRIPT.py.")
 @follow_options
 @reconciler_option
 @yes_option
@@ -78,12 +111,16 @@ yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask whether 
 def command(
     job_file: str,
     cluster: str | None,
+    nodes: str | None,
+    nproc: str | None,
+    gpus: str | None,
     overrides: tuple[str, ...],
     after: tuple[str, ...],
     array: str | None,
     max_parallel: int | None,
     priority: int | None,
     dry_run: bool,
+    save: Path | None,
     following: bool,
     ranks: tuple[int, ...],
     all_ranks: bool,
@@ -92,31 +129,52 @@ def command(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Send the job in JOB.yaml (./job.yaml unless given) to its cluster and print its id.
+    """Send the job in JOB.yaml (./job.yaml unless given), or SCRIPT.py as it is, to its cluster; print its id.
 
-    It runs on when this command ends. A sweep, an array or a pipeline becomes several jobs, all of them or none, and
-    the id of their group is printed.
+    \b
+    orc submit job.yaml --follow
+    orc submit train.py --cluster lab --nodes 2 -- --lr 0.1
+
+    Words behind -- are arguments of the script. The current directory travels along with a script that lies in it.
+    The job runs on when this command ends. A sweep, an array or a pipeline becomes several jobs, all of them or none,
+    and the id of their group is printed.
 
     With --follow the exit status says how the job ended: 0 success, 1 failure, 3 cancelled.
     """
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.cli.session import check_jobs, open_client
 
-    overrides = (*overrides, *([f"array={array}"] if array is not None else ()))
-    overrides = (*overrides, *([f"max_parallel={max_parallel}"] if max_parallel is not None else ()))
-    if priority is not None:
-        overrides = (*overrides, f"priority={priority}")
+    context = click.get_current_context()
+    is_script = job_file.endswith(".py")
+    if save is not None and not is_script:
+        raise click.UsageError(f"--save keeps the job file of a script, and {job_file} is one already", context)
+    arguments = context.meta[SCRIPT_ARGUMENTS]
+    given = {
+        ("array", "--array"): array,
+        ("max_parallel", "--max-parallel"): max_parallel,
+        ("priority", "--priority"): priority,
+        ("resources.nodes", "--nodes"): nodes,
+        ("resources.procs_per_node", "--nproc"): nproc,
+        ("resources.gpus_per_node", "--gpus"): gpus,
+        ("args", "--"): json.dumps(arguments) if arguments is not None else None,
+    }
+    overrides = (*overrides, *(_override(*key, value) for key, value in given.items() if value is not None))
     loaded = check_jobs(job_file, overrides, cluster, needs_clusters=dry_run)
+    job_text = _job_file(job_file, overrides, cluster, save) if is_script else ""
+    if save is not None:
+        _save(job_text, save)
     if dry_run:
         from orc.orchestrator.cli.commands.render import show_any
 
+        if job_text and not as_json:
+            echo(job_text)
         show_any(loaded, "json" if as_json else "text", None)
         return 0
     if isinstance(loaded, LoadedGroup):
         from orc.orchestrator.cli.group_commands import submit_group
 
         if following:
-            raise click.UsageError("--follow shows one job, and this is a group", click.get_current_context())
+            raise click.UsageError("--follow shows one job, and this is a group", context)
         return submit_group(loaded.after(after), reconciler=reconciler, yes=yes, as_json=as_json)
     loaded = loaded.after(after)
     client = open_client(reconciler=reconciler)
@@ -130,6 +188,40 @@ def command(
         as_json=as_json,
         yes=yes,
     )
+
+
+def _override(key: str, option: str, value: object) -> str:
+    """Return *value* of an option as an override of *key*, whose errors name the option."""
+    from orc.launchers.spec.source import PlacedText
+
+    return PlacedText.at(f"{key}={value}", f"{option} {value}")
+
+
+def _job_file(script: str, overrides: Sequence[str], cluster: str | None, save: Path | None) -> str:
+    """Return the job file of a script, as it would stand in *save*, or beside the script."""
+    import yaml
+
+    from orc.launchers.spec.load import read_job_file
+
+    data = read_job_file(script, overrides, cluster)[0].data
+    if save is not None:
+        code = Path(script).absolute().parent / data.pop("workdir", ".")
+        if (path := os.path.relpath(code, save.absolute().parent)) != ".":
+            data = {**data, "workdir": path}
+    text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+    return f"# The job of `orc submit {script}`.\n{text}"
+
+
+def _save(text: str, file: Path) -> None:
+    from orc.launchers.errors import LaunchError
+
+    try:
+        with file.open("x", encoding="utf-8") as written:
+            written.write(text)
+    except OSError as error:
+        hint = "choose another name for --save"
+        raise LaunchError(f"cannot write the job file: {error.strerror}", where=str(file), hint=hint) from None
+    echo(f"wrote {file}", err=True)
 
 
 def run(
@@ -150,7 +242,7 @@ def run(
 
     if (ranks or all_ranks or bell) and not following:
         raise click.UsageError("--rank, --all-ranks and --bell need --follow", click.get_current_context())
-    with submission_progress(silent=as_json or not sys.stderr.isatty(), yes=yes) as on_progress:
+    with submission_progress(silent=as_json, yes=yes) as on_progress:
         view = submit(on_progress)
     if following:
         from orc.orchestrator.cli.ui.tail import Selection

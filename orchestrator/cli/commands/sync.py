@@ -47,6 +47,7 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
     from orc.launchers.transfer import sync
     from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.cli.ui import output
+    from orc.orchestrator.cli.ui.display import READING, waiting
     from orc.orchestrator.engine.validation import load_checked
 
     if job_file is None and cluster is None:
@@ -57,17 +58,19 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
     client = open_ledger()
     name = loaded.spec.cluster if loaded else str(cluster)
     with closing(client.workspace.backend_of_user(name, client.workspace.user)) as backend:
-        targets = backend.stores()
-        bundles = _bundles(client, loaded, backend, explain)
-        trees = _compared(client, loaded, bundles) if explain else []
-        reports = sync(
-            bundles.values(),
-            client.workspace.store,
-            targets.roots,
-            shared=targets.shared,
-            pythons=targets.pythons,
-            dry_run=explain,
-        )
+        with waiting(READING):
+            targets = backend.stores()
+            bundles = _bundles(client, loaded, backend, explain)
+            trees = _compared(client, loaded, bundles) if explain else []
+        with waiting(f"asking {name} what it has" if explain else f"uploading to {name}"):
+            reports = sync(
+                bundles.values(),
+                client.workspace.store,
+                targets.roots,
+                shared=targets.shared,
+                pythons=targets.pythons,
+                dry_run=explain,
+            )
     if as_json:
         output.echo_json(_to_dict(name, bundles, trees, reports))
     elif explain:

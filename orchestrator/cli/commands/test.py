@@ -87,7 +87,7 @@ def _on_cluster(cluster: str, nproc: int, nodes: int, gpus: int, cpu: bool, as_j
     from orc.launchers.spec import load_job
     from orc.orchestrator.cli.exit_codes import of_states
     from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui.display import display
+    from orc.orchestrator.cli.ui.display import display, submission_progress
     from orc.orchestrator.cli.ui.follow import conclusion, follow
     from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.cli.ui.tail import Cursor, PlainSink, Selection
@@ -105,7 +105,8 @@ def _on_cluster(cluster: str, nproc: int, nodes: int, gpus: int, cpu: bool, as_j
         file.write_text(json.dumps(job))
         loaded = load_job(file)
         client = open_client()
-        view = client.submit(loaded)
+        with submission_progress(silent=as_json, yes=True) as on_progress:
+            view = client.submit(loaded, on_progress=on_progress)
         echo(f"submitted {view.id} to {cluster}", err=True)
         log = Path(folder, "log")
         with log.open("wb") as stream, display(silent=as_json) as shown:

@@ -61,8 +61,11 @@ def command(jobs: tuple[str, ...], interval: float, once: bool, as_json: bool) -
 
 def running(client: JobsClient) -> list[str]:
     """Ids of the jobs that run now."""
+    from orc.orchestrator.cli.ui.display import waiting
+
     states = ("SUBMITTING", "PENDING", "RUNNING")
-    client.refresh([row.id for row in client.jobs(states=states, limit=100)])
+    with waiting("asking the clusters which jobs run"):
+        client.refresh([row.id for row in client.jobs(states=states, limit=100)])
     return [row.id for row in client.jobs(states=("RUNNING",), limit=100)]
 
 

@@ -14,16 +14,16 @@ def command(as_json: bool) -> None:
     """Say where commands go, to a service or the ledger of this machine, and as whom."""
     import getpass
 
+    from orc.orchestrator.cli.session import open_service
     from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.clients import logins
-    from orc.orchestrator.clients.connecting import service_client
 
     login = logins.configured()
     if login is None:
         told = {"service": None, "user": getpass.getuser(), "role": None}
         text = f"{told['user']}, with the ledger of this machine"
     else:
-        with service_client(login) as client:
+        with open_service(login) as client:
             me = client.me()
         told = {"service": login.url, "user": me["user"], "role": me["role"]}
         text = f"{me['user']} ({me['role']}) at {login.url}"

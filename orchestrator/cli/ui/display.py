@@ -1,34 +1,70 @@
-"""Progress while the user waits, on stderr: a live line on a terminal, one plain line per step elsewhere."""
+"""Display of what the user waits for, on stderr: a live line on a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from orc.orchestrator.cli.ui.output import echo, rendered
+import click
+
+from orc.orchestrator.cli.ui.output import clock, duration, echo, rendered
 
 if TYPE_CHECKING:
     from rich.status import Status
+    from rich.text import Text
+
+QUIET_S = 1.0  # a command that has printed nothing for so long says what it waits for
+_OPEN = "orc.display"  # of click's context: True while a display shows what a part of the command waits for
 
 
 class Display:
-    """Plain lines: a step is printed once, when it begins; its details are not."""
+    """Plain lines: a step is printed once, with the time since when it is waited for.
 
-    def __init__(self) -> None:
-        self._step = ""
+    It is printed when it begins; with *quiet_s* only when nothing was printed for so many seconds.
+    """
+
+    def __init__(self, quiet_s: float = 0.0) -> None:
+        self._quiet_s = quiet_s
+        self._step, self._detail, self._since = "", "", 0.0
+        self._printed_at = time.monotonic()
+        self._timer: threading.Timer | None = None
+        self._lock = threading.RLock()
 
     def show(self, step: str, detail: str = "") -> None:
         """Show *step*, which has come as far as *detail*."""
-        if step != self._step:
-            self._step = step
-            echo(step, err=True)
+        with self._lock:
+            self._detail = detail
+            if step == self._step:
+                return
+            self._step, self._since = step, time.time()
+            left = self._quiet_s - (time.monotonic() - self._printed_at)
+            if not self._quiet_s:
+                self._print()
+            elif self._timer is None:
+                self._timer = threading.Timer(max(left, 0.0), self._fire)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _fire(self) -> None:
+        with self._lock:
+            if self._timer is not None:  # else it was closed meanwhile
+                self._timer = None
+                self._printed_at = time.monotonic()
+                self._print()
+
+    def _print(self) -> None:
+        since = f", since {clock(self._since)}" if self._quiet_s else ""
+        echo(f"{self._step}{f' ({self._detail})' if self._quiet_s and self._detail else ''}{since}", err=True)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Room for other output."""
-        yield
+        with self._lock:
+            yield
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
@@ -37,41 +73,48 @@ class Display:
 
     def close(self) -> None:
         """Nothing goes on any more."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
 
 class TerminalDisplay(Display):
-    """Line with a spinner, rewritten in place and gone at the end."""
+    """Line with a spinner and the time that the step takes, rewritten in place and gone at the end."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        from rich.console import Console
-
-        self._console = Console(stderr=True, highlight=False)
+    def __init__(self, quiet_s: float = 0.0) -> None:
+        super().__init__(quiet_s)
         self._status: Status | None = None
 
-    def show(self, step: str, detail: str = "") -> None:
-        """Show *step*, which has come as far as *detail*."""
+    def _print(self) -> None:
+        if self._status is None:
+            from rich.console import Console
+
+            self._status = Console(stderr=True, highlight=False).status(self)
+            self._status.start()
+
+    def __rich__(self) -> Text:
+        """Return the line as it is now."""
         from rich.text import Text
 
-        text = Text.from_ansi(rendered(f"{step}  {detail}".rstrip()))
-        if self._status is None:
-            self._status = self._console.status(text)
-            self._status.start()
-        else:
-            self._status.update(text)
+        took = time.time() - self._since
+        words = (self._step, self._detail, duration(took) if took >= QUIET_S else "")
+        return Text.from_ansi(rendered("  ".join(filter(None, words))))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Take the line away while something else is written, so that the two do not mix."""
-        if self._status is None:
+        with self._lock:
+            if self._status is None:
+                yield
+                return
+            self._status.stop()
             yield
-            return
-        self._status.stop()
-        yield
-        self._status.start()
+            self._status.start()
 
     def close(self) -> None:
         """Take the line away."""
+        super().close()
         if self._status is not None:
             self._status.stop()
             self._status = None
@@ -88,31 +131,51 @@ class SilentDisplay(Display):
 
 
 @contextmanager
-def display(*, silent: bool = False) -> Iterator[Display]:
-    """Yield the display that suits stderr, closed at the end."""
-    shown = SilentDisplay() if silent else TerminalDisplay() if sys.stderr.isatty() else Display()
+def display(*, silent: bool = False, quiet_s: float = 0.0) -> Iterator[Display]:
+    """Yield the display that suits stderr, closed at the end; *quiet_s* as of `Display`."""
+    shown = SilentDisplay() if silent else (TerminalDisplay if sys.stderr.isatty() else Display)(quiet_s)
+    context = click.get_current_context(silent=True)
+    meta = context.meta if context else {}
+    outer, meta[_OPEN] = meta.get(_OPEN, False), True
     try:
         yield shown
     finally:
+        meta[_OPEN] = outer
         shown.close()
 
 
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A block that may take long: after `QUIET_S` it is shown that the command waits for *what*, and since when.
+
+    Nothing is shown where the command prints JSON, and where another display is open, which says it already.
+    """
+    context = click.get_current_context(silent=True)
+    values = context.params if context else {}
+    document = values.get("as_json") or values.get("form") in ("json", "yaml", "name")
+    if document or (context and context.meta.get(_OPEN)):
+        yield
+        return
+    with display(quiet_s=QUIET_S) as shown:
+        shown.show(what)
+        yield
+
+
 _STEPS = {
-    "size": "found",
-    "hash": "reading",
-    "scan": "scanned",
     "environment": "packing the environment",
-    "snapshot": "taking a snapshot",
+    "snapshot": "storing the snapshot",
     "stage": "uploading",
-    "submit": "submitting",
+    "submit": "handing the job to the cluster",
+    "upload": "uploading to the service",
 }
+READING = "reading the files of the job"
 
 
 def describe(event: str, values: Mapping[str, Any]) -> tuple[str, str]:
     """Return a step of a submission (`Client.submit`'s *on_progress*) and how far it is, as text."""
     from orc.orchestrator.cli.ui.output import size
 
-    step = _STEPS.get(event, event)
+    step = _STEPS.get(event, READING)
     if "done" in values and values.get("bytes"):
         done, total = float(values["done"]), float(values["bytes"])
         return step, f"{size(done)} of {size(total)} ({100 * done / total:.0f}%)"
@@ -127,7 +190,8 @@ def submission_progress(*, silent: bool, yes: bool) -> Iterator[Callable[[str, M
     from orc.launchers.findings import Finding
     from orc.orchestrator.cli.ui.reporting import warn
 
-    with display(silent=silent) as shown:
+    with display(silent=silent, quiet_s=QUIET_S) as shown:
+        shown.show(READING)
 
         def on_progress(event: str, values: Mapping[str, Any]) -> None:
             if event == "finding":

@@ -1,4 +1,4 @@
-"""Questions on the terminal: with arrow keys where there is one, as plain lines that can be piped in elsewhere."""
+"""Questions as lines on the terminal, whose answers can also be piped in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _YES, _NO = ("yes", "y", "true", "1"), ("no", "n", "false", "0")
 
 
-class PlainPrompts:
+class Prompts:
     """Questions as lines on stderr, answers as lines of stdin; an empty one takes the default."""
 
     def choose(self, question: str, choices: Sequence[str], default: str) -> str:
@@ -70,60 +70,7 @@ class PlainPrompts:
                 echo(f"  {error}", err=True)
 
 
-class TerminalPrompts:
-    """Questions with arrow keys, on a terminal."""
-
-    def choose(self, question: str, choices: Sequence[str], default: str) -> str:
-        """Return the choice that is picked."""
-        import questionary
-
-        return str(_answer(question, questionary.select(question, list(choices), default=default)))
-
-    def confirm(self, question: str, default: bool = False) -> bool:
-        """Return yes or no."""
-        import questionary
-
-        return bool(_answer(question, questionary.confirm(question, default=default)))
-
-    def text(self, question: str, default: Any = None, parse: Callable[[str], Any] = str) -> Any:
-        """Return the parsed text, or *default* for an empty one; what *parse* refuses cannot be sent off."""
-        import questionary
-
-        def valid(text: str) -> bool | str:
-            if not text.strip():
-                return default is not None or "an answer is needed"
-            try:
-                parse(text.strip())
-            except ValueError as error:
-                return str(error)
-            return True
-
-        label = f"{question} [{default}]" if default is not None else question
-        answer = str(_answer(question, questionary.text(label, validate=valid))).strip()
-        return parse(answer) if answer else parse(default) if isinstance(default, str) else default
-
-    def say(self, text: str) -> None:
-        """Print a remark."""
-        echo(text, err=True)
-
-
-def _answer(question: str, asked: Any) -> Any:
-    """Return the answer to what questionary has *asked*. Raises `LaunchError` for Ctrl-D."""
-    try:
-        return asked.unsafe_ask()
-    except EOFError:
-        raise _ended(question) from None
-
-
 def _ended(question: str) -> LaunchError:
     from orc.launchers.errors import LaunchError
 
     return LaunchError(f"the answers end before the question: {question.strip()}")
-
-
-def prompts(plain: bool) -> PlainPrompts | TerminalPrompts:
-    """Return the questions for this terminal; plain ones where there is none, or with *plain*."""
-    import os
-
-    terminal = sys.stdin.isatty() and sys.stderr.isatty() and sys.stdout.isatty()
-    return TerminalPrompts() if terminal and not plain and os.environ.get("TERM") != "dumb" else PlainPrompts()

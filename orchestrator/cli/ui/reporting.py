@@ -86,7 +86,7 @@ def _indent(text: str, width: int) -> str:
 def wants_json(arguments: Sequence[str]) -> bool:
     """Return True for ``--json`` among orc's own arguments; what follows ``--`` or launch's script is the script's."""
     own = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
-    if own[:1] == ["launch"]:
+    if own[:1] in (["launch"], ["run"]):
         own = own[: _script_position(own)]
     if "--json" in own:
         return True

@@ -110,27 +110,28 @@ FRAMES = 'Traceback (most recent call last):\n  File "train.py", line 3, in <mod
 
 
 @pytest.mark.parametrize(
-    ("output", "ending"),
+    ("output", "exception"),
     [
-        (f"epoch 1\n{FRAMES}ValueError: no such column: 'x'\n", ": ValueError: no such column: 'x'"),
+        (f"epoch 1\n{FRAMES}ValueError: no such column: 'x'\n", "ValueError: no such column: 'x'"),
         (
             f"{FRAMES}KeyError: 'a'\n\nDuring handling …\n\n{FRAMES}torch.OutOfMemoryError: full\n",
-            ": torch.OutOfMemoryError: full",
+            "torch.OutOfMemoryError: full",
         ),
         (
             f"{FRAMES}RuntimeError: Error(s) in loading:\n\tMissing key(s)\nbye\n",
-            ": RuntimeError: Error(s) in loading:",
+            "RuntimeError: Error(s) in loading:",
         ),
-        (f"{FRAMES}KeyboardInterrupt\n", ": KeyboardInterrupt"),
-        (f"{FRAMES}ValueError: {'x' * 5000}\n", ": ValueError: " + "x" * 187 + "…"),
+        (f"{FRAMES}KeyboardInterrupt\n", "KeyboardInterrupt"),
+        (f"{FRAMES}ValueError: {'x' * 5000}\n", "ValueError: " + "x" * 187 + "…"),
         ("segmentation fault\nValueError: of a program that goes on\n", ""),
         ("", ""),
     ],
 )
-def test_the_reason_of_a_crash_ends_with_the_exception(output, ending):
+def test_the_reason_of_a_crash_begins_with_the_exception(output, exception):
     merged = merge([record(0, "crash", first_failure=failure(0, at=155.0, log_tail=output))], 1)
     assert merged is not None
-    assert merged.reason == f"rank 0 on host-0 exited with 1{ending}"
+    ended = "rank 0 on host-0 exited with 1"
+    assert merged.reason == (f"{exception} ({ended})" if exception else ended)
 
 
 def test_a_failure_without_a_rank_is_told_by_node():

@@ -429,10 +429,21 @@ def test_directory_is_no_job_file(tmp_path: Path) -> None:
         load_job(tmp_path)
 
 
-def test_a_script_is_no_job_file(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import torch\n")
-    with pytest.raises(SpecError, match=r"train\.py: this is a Python script, not a job file\n  `orc launch` runs it"):
-        load_job(tmp_path / "train.py")
+def test_a_script_stands_for_a_job_file_with_the_code_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text("import torch\n")
+    for here, given, script, workdir in (
+        (tmp_path, "src/train.py", "src/train.py", tmp_path),
+        (tmp_path / "src", "train.py", "train.py", tmp_path / "src"),
+        (tmp_path / "src", "../src/train.py", "train.py", tmp_path / "src"),
+        (Path("/"), str(tmp_path / "src" / "train.py"), str(tmp_path / "src" / "train.py")[1:], Path("/")),
+        (Path("/proc"), str(tmp_path / "src" / "train.py"), "train.py", tmp_path / "src"),
+    ):
+        monkeypatch.chdir(here)
+        loaded = load_job(given)
+        assert (loaded.spec.name, loaded.spec.script, loaded.workdir.resolve()) == ("train", script, workdir.resolve())
 
 
 def test_script_that_links_out_of_the_workdir_is_refused(job_files, complaint: Callable[..., str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from orc.launchers.errors import BackendUnreachable, SpecError
 from orc.orchestrator.cli import exit_codes, main
-from orc.orchestrator.cli.main import COMMANDS, HIDDEN, cli, load
+from orc.orchestrator.cli.main import ALIASES, COMMANDS, HIDDEN, cli, load
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.reporting import wants_json
 
@@ -32,7 +32,7 @@ def test_every_command_of_the_table_exists_and_takes_json(name: str, orc: Run) -
     below = command.commands if isinstance(command, click.Group) else {}
     takes_json = "--json" in shown.out or any("--json" in orc(name, one, "--help").out for one in below)
     assert takes_json == (name not in ("exec", "ssh"))
-    assert command.name == name
+    assert command.name == ALIASES.get(name, name)
 
 
 def test_help_lists_every_command_with_its_line(orc: Run) -> None:
@@ -315,4 +315,5 @@ def test_closed_standard_streams_do_no_harm(closed: str, orc_home: Path) -> None
 
 def test_each_command_has_a_file_of_its_name() -> None:
     files = {path.stem for path in (Path(main.__file__).parent / "commands").glob("[a-z]*.py")}
-    assert files == {name.replace("-", "_") for name in COMMANDS} | {"discover"}  # `orc clusters discover`
+    own = {name.replace("-", "_") for name in COMMANDS if name not in ALIASES}
+    assert files == own | {"discover"}  # `orc clusters discover`

@@ -53,7 +53,20 @@ LEDGER: dict[str, tuple[str, ...]] = {
     "tick": ("--job", "JOB"),
 }
 MACHINE = {
-    *("render", "launch", "init", "config", "merge-weights", "to-fsdp2", "login", "logout", "serve", "token", "quota"),
+    *(
+        "render",
+        "launch",
+        "run",
+        "init",
+        "config",
+        "merge-weights",
+        "to-fsdp2",
+        "login",
+        "logout",
+        "serve",
+        "token",
+        "quota",
+    ),
     *(
         "estimate-memory",
         "clusters",

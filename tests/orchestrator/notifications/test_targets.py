@@ -73,7 +73,7 @@ def test_the_documented_verification_takes_what_is_sent_and_nothing_else(web, se
     assert not verified(b"value of CI_KEY", old, body)
     told = json.loads(body)
     assert set(json.loads(block("json"))) >= set(told)
-    assert told["text"] == "digits-k3f9a2 has failed on gpu"
+    assert told["text"] == "digits-k3f9a2 has failed on gpu: rank 0 exited 3"
 
 
 def test_a_key_of_standard_webhooks_is_taken_as_their_libraries_do():
@@ -157,7 +157,7 @@ def test_an_e_mail_goes_encrypted_with_a_login_and_has_the_id_of_its_notificatio
     (envelope,) = mailbox.messages
     assert envelope.rcpt_tos == ["a@example.org", "b@example.org"]
     text = envelope.content.decode()
-    assert "Subject: [orc] digits-k3f9a2 has failed on gpu" in text
+    assert "Subject: [orc] digits-k3f9a2 has failed on gpu: rank 0 exited 3\n" in text.replace("\r\n", "\n")
     assert "Message-ID: <digits-1-abc@orc.invalid>" in text
     assert "rank 0 exited 3" in text
     assert mailbox.logins == [(b"orc", b"value of SMTP_PASSWORD")]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from orc.launchers.spec.json_schema import job_schema
+from orc.orchestrator.cli.commands import init
 from orc.orchestrator.cli.commands.init import starters
 
 from ..conftest import Run, tree
@@ -23,7 +25,13 @@ def test_without_arguments_it_lists_the_starters(orc: Run) -> None:
     assert orc("init", "--list").out == result.out
     described = orc("init", "--json").json["starters"]
     assert {s["name"] for s in described} == set(starters())
-    assert all(s["description"] and s["group"] for s in described)
+    assert all(s["description"] and s["group"] and re.fullmatch(r"\d+ s", s["takes"]) for s in described)
+    needs = {s["name"]: s["needs"] for s in described}
+    assert needs["hello"] == []
+    assert needs["digits"] == ["torch", "scikit-learn"]
+    assert needs["slurm"] == ["torch", "scikit-learn", "a slurm cluster"]
+    (row,) = [line for line in result.out.splitlines() if line.startswith("digits ")]
+    assert re.fullmatch(r"digits +10 s +torch, scikit-learn +Handwritten digits, .+", row)
     shipped = next(iter(starters().values())).parent.rglob("job.yaml")
     assert {path.parent.name for path in shipped} == set(starters())
 
@@ -38,6 +46,16 @@ def test_it_copies_all_files_of_a_starter(orc: Run, place: Path) -> None:
     first, named, rest = (copied["job.yaml"] or b"").split(b"\n", 2)
     assert named == b"# yaml-language-server: $schema=job.schema.json"
     assert copied | {"job.yaml": first + b"\n" + rest} == source
+
+
+def test_its_last_line_is_the_next_two_commands(orc: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "packages", lambda folder: ["torch", "no-such-package"])
+    wrote, missing, following = orc("init", "digits", "some where").out.splitlines()
+    assert wrote.endswith(" to some where")
+    assert missing == "not installed here: no-such-package; `pip install -r 'some where/requirements.txt'`"
+    assert following == "next: cd 'some where' && orc submit job.yaml --follow"
+    monkeypatch.setattr(init, "packages", lambda folder: ["torch"])
+    assert orc("init", "ssh").out.splitlines()[1:] == ["next: cd ssh && ORC_CLUSTERS=clusters.yaml orc render job.yaml"]
 
 
 def test_it_copies_into_a_named_directory(orc: Run, place: Path) -> None:

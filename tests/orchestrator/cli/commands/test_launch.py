@@ -52,6 +52,22 @@ def test_what_follows_the_script_reaches_it_untouched(words: list[str], orc_proc
     assert [report["argv"] for report in reports] == [words, words]
 
 
+def test_run_is_the_same_and_its_help_begins_with_the_lines_that_are_used_most(
+    orc: Run, orc_process: Run, script: Script
+) -> None:
+    (report,) = _reports(orc_process("run", script(REPORT), "--lr", "1"))
+    assert report["argv"] == ["--lr", "1"]
+    ended = orc_process("run", "--json", script("import sys\nsys.exit(3)\n"))
+    assert (ended.code, ended.json) == (3, {"exit_status": 3})
+    for name in ("run", "launch"):
+        usage, _, *lines = orc(name, "--help").out.splitlines()
+        assert usage.startswith(f"Usage: orc {name} ")
+        assert [line.split("  ")[1] for line in lines[:3]] == [
+            f"orc {name} {words}"
+            for words in ("train.py --lr 0.1", "-n 2 train.py --lr 0.1", "--config_file FILE train.py")
+        ]
+
+
 def test_every_process_knows_its_place(orc_process: Run, script: Script) -> None:
     environments = [report["env"] for report in _reports(orc_process("launch", "-n", "3", script(REPORT)))]
     assert sorted(env["RANK"] for env in environments) == ["0", "1", "2"]

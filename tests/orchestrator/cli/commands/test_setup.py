@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from sagemaker_testbed import SagemakerTestbed
 
+from orc.orchestrator.cli.commands import doctor
+
 from ..conftest import Run
 
 JobFile = Callable[..., str]
@@ -30,17 +32,36 @@ def test_the_doctor_finds_a_working_machine_well(orc: Run, job_file: JobFile) ->
     names = {check["name"] for check in result.json["checks"]}
     assert {"python", "torch", "git", "slurm", "state directory", "ledger", "snapshots", "cluster local"} <= names
     assert all(check["what"] for check in result.json["checks"])
-    text = orc("doctor")
+    text = orc("doctor", "--all")
     assert text.code == 0
     assert "jobs: 1, under way: 0" in text.out
 
 
+def test_the_doctor_says_in_a_line_of_each_kind_what_works_here(
+    orc: Run, orc_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_is_installed", lambda module: module in ("torch", "fabric"))
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    (orc_home / "config").mkdir(parents=True)
+    (orc_home / "config" / "clusters.yaml").write_text("lab: {kind: ssh, options: {hosts: [a]}}\n")
+    monkeypatch.setattr(doctor, "checks", lambda deep: iter([doctor.Check("python", "ok", "3.11")]))
+    header, *lines = orc("doctor").out.splitlines()
+    assert header.split() == ["KIND", "HERE", "CLUSTERS"]
+    assert [line.split()[:2] for line in lines[:5]] == [
+        ["local", "works"], ["sagemaker", "missing"], ["slurm", "works"], ["ssh", "works"], ["tpu", "missing"],
+    ]  # fmt: skip
+    assert "pip install 'orc-launch[aws]'" in lines[1]
+    assert "orc clusters discover slurm --login HOST" in lines[2]
+    assert "lab; `orc clusters check lab`" in lines[3]
+    assert lines[5:] == ["", "1 check, nothing wrong; `orc doctor --all` shows each"]
+
+
 def test_the_doctor_counts_snapshots_of_no_job(orc: Run, job_file: JobFile) -> None:
     assert orc("submit", job_file("name: x\ncommand: 'true'\nsecrets: [NOT_SET]\n")).code == 2
-    assert "2 in " in orc("doctor").out
-    assert ", 2 of no job" in orc("doctor").out
+    assert "2 in " in orc("doctor", "--all").out
+    assert ", 2 of no job" in orc("doctor", "--all").out
     assert orc("submit", job_file("name: x\ncommand: 'true'\nlauncher: python\n"), "--follow").code == 0
-    assert ", 1 of no job" in orc("doctor").out
+    assert ", 1 of no job" in orc("doctor", "--all").out
 
 
 def test_the_doctor_does_not_import_torch(place: Path) -> None:
@@ -126,7 +147,7 @@ def test_one_bad_entry_says_nothing_about_the_other_clusters(orc: Run, orc_home:
         assert done.code == 1, done.err
         assert "unknown kind 'slumr'" in done.err
         assert "project" in done.err
-    looked = orc("doctor").out
+    looked = orc("doctor", "--all").out
     assert "cluster here" in looked
     assert "unknown kind 'slumr'" in looked
 

@@ -9,13 +9,15 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from orc.orchestrator.cli.ui import display as displays
 from orc.orchestrator.cli.ui import output
-from orc.orchestrator.cli.ui.display import Display, describe, display
+from orc.orchestrator.cli.ui.display import Display, describe, display, waiting
 from orc.orchestrator.cli.ui.tail import writer
 
 from ..conftest import Run
@@ -76,6 +78,53 @@ def test_without_a_terminal_each_step_is_one_plain_line(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "uploading\nsubmitting\n"
 
 
+def test_a_list_on_a_narrow_terminal_shows_the_exception_of_a_failed_job(orc: Run, job_file: JobFile) -> None:
+    orc("submit", job_file("name: bad\ncommand: [python3, -c, 'raise ValueError(1)']\nlauncher: python\n"), "--follow")
+    assert "  ValueError: 1" in _on_a_terminal("list")[1]
+
+
+class Due(threading.Timer):
+    """A timer whose time has come as soon as it starts: the command has been silent for long enough."""
+
+    def start(self) -> None:
+        self.function()
+
+
+def test_a_long_silence_ends_with_what_is_waited_for_and_since_when(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with waiting("asking lab"):
+        pass  # it is over before anything was due
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(displays.threading, "Timer", Due)
+    with waiting("asking lab"):
+        assert re.fullmatch(r"asking lab, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\n", capsys.readouterr().err)
+
+
+def test_every_command_that_may_wait_says_for_what(
+    orc: Run, job_file: JobFile, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(displays.threading, "Timer", Due)
+    job = job_file(WAITS.format(go=place / "go"))
+
+    def said(*arguments: str) -> list[str]:
+        lines = orc(*arguments).err.splitlines()
+        return [line.partition(", since ")[0] for line in lines if ", since " in line]
+
+    assert said("render", job) == ["reading the files of the job"]
+    assert said("submit", job)[-1].startswith("handing the job to the cluster")
+    assert said("sync", job) == ["reading the files of the job", "uploading to local"]
+    assert said("status") == ["asking the clusters about 1 job"]
+    assert said("metrics", "@last")[0].startswith("reading the measurements of slow-")
+    assert said("logs", "@last")[0].startswith("looking for the logs of slow-")
+    assert said("exec", "@last", "--rank", "9", "--", "true") == ["looking for the nodes of @last"]
+    assert said("cancel", "@last") == ["telling the clusters to stop 1 job"]
+    assert said("gc") == ["looking for what no job needs, here"]
+    assert said("clusters", "check", "local") == ["asking local"]
+    assert said("doctor") == ["checking this machine and the clusters"]
+    assert said("status", "@last", "--json") == []
+
+
 def test_json_is_accompanied_by_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with display(silent=True) as shown:
         shown.show("uploading")
@@ -84,10 +133,10 @@ def test_json_is_accompanied_by_nothing(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_steps_of_a_submission_are_described() -> None:
     assert describe("snapshot", {"done": 500_000, "bytes": 2_000_000}) == (
-        "taking a snapshot",
+        "storing the snapshot",
         "500.0 kB of 2.0 MB (25%)",
     )
-    assert describe("scan", {"files": 3, "bytes": 10}) == ("scanned", "3 files, 10 B")
+    assert describe("scan", {"files": 3, "bytes": 10}) == ("reading the files of the job", "3 files, 10 B")
     assert describe("stage", {}) == ("uploading", "")
 
 

@@ -1,0 +1,91 @@
+"""`orc submit SCRIPT.py`: an ordinary script, without a job file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ..conftest import Run
+
+SCRIPT = """\
+import os, sys
+from helper import shout
+print(shout(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"), sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def script(place: Path) -> Path:
+    """An ordinary script beside a module that it imports, which is the current directory."""
+    (place / "helper.py").write_text("shout = str.upper\n")
+    (place / "train.py").write_text(SCRIPT)
+    return place / "train.py"
+
+
+@pytest.mark.usefixtures("script")
+def test_an_ordinary_script_runs_as_it_is_with_its_arguments(orc: Run) -> None:
+    done = orc(
+        "submit", "train.py", "--nodes", "2", "--follow", "--all-ranks", "--", "--lr", "0.1", "a b", "--", "--json"
+    )
+    assert done.code == 0, done.err
+    words = "['--lr', '0.1', 'a b', '--', '--json']"
+    assert sorted(done.out.splitlines()) == [f"[rank {rank}] RANK {rank} OF 2 {words}" for rank in (0, 1)]
+
+
+@pytest.mark.usefixtures("script")
+def test_a_dry_run_shows_the_job_file_and_save_keeps_it(orc: Run, place: Path) -> None:
+    options = ("--nodes", "2", "-n", "1", "--set", "env.A=on", "--dry-run")
+    shown = orc("submit", "train.py", *options, "--save", "job.yaml", "--", "--lr", "0.1")
+    assert shown.code == 0, shown.err
+    text = (place / "job.yaml").read_text()
+    assert shown.out.startswith(text)
+    assert "train.py --lr 0.1" in shown.out.removeprefix(text)
+    assert yaml.safe_load(text) == {
+        "name": "train",
+        "script": "train.py",
+        "env": {"A": "on"},
+        "resources": {"nodes": 2, "procs_per_node": 1},
+        "args": ["--lr", "0.1"],
+    }
+    assert orc("submit", "train.py", *options, "--", "--lr", "0.1").out == shown.out
+    assert orc("list").err == "no jobs\n"
+    assert orc("submit", "job.yaml", "--dry-run", "--json").json["digest"]
+
+
+@pytest.mark.usefixtures("script")
+def test_a_job_file_that_is_kept_elsewhere_sends_the_same_code(orc: Run, place: Path) -> None:
+    (place / "jobs").mkdir()
+    assert orc("submit", "train.py", "--save", "jobs/train.yaml", "--dry-run").code == 0
+    done = orc("submit", "jobs/train.yaml", "--follow")
+    assert (done.code, done.out) == (0, "RANK 0 OF 1 []\n")
+    again = orc("submit", "train.py", "--save", "jobs/train.yaml")
+    assert (again.code, "cannot write the job file: File exists" in again.err) == (2, True)
+    assert len(orc("list", "--json").json["jobs"]) == 1  # what could not be kept was not sent
+
+
+@pytest.mark.usefixtures("script")
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            ("trian.py",),
+            ["script: there is no file 'trian.py' in {place}, did you mean 'train.py'?", "where: trian.py"],
+        ),
+        (("train.py", "--nodes", "0"), ["resources.nodes: a job needs at least 1 node, not 0", "where: --nodes 0"]),
+        (("train.py", "--gpus", "x"), ["resources.gpus_per_node: expected a whole number", "where: --gpus x"]),
+        (("train.py", "--cluster", "lba"), ["unknown cluster 'lba'", "where: --cluster lba"]),
+        (("train.py", "--priority", "1", "-n", "x"), ["resources.procs_per_node: expected a", "where: --nproc x"]),
+    ],
+)
+def test_what_is_wrong_names_the_option(orc: Run, place: Path, arguments: tuple[str, ...], lines: list[str]) -> None:
+    done = orc("submit", *arguments)
+    assert done.code == 2
+    assert [line.format(place=place) for line in lines if line.format(place=place) not in done.err] == []
+
+
+def test_only_the_job_file_of_a_script_is_kept(orc: Run, place: Path) -> None:
+    (place / "job.yaml").write_text("name: x\ncommand: 'true'\n")
+    done = orc("submit", "--save", "x.yaml")
+    assert (done.code, "--save keeps the job file of a script" in done.err) == (2, True)
