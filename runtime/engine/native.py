@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from orc.runtime.core.options import Options
     from orc.runtime.engine.base import Preparing
 
+_AS_THEY_ARE = contextlib.nullcontext()  # parameter groups
+
 
 class NativeEngine:
     """Backward, clipping and stepping for one run; ``prepared.scaler`` exists with fp16 only."""
@@ -158,12 +160,11 @@ class NativeEngine:
             from orc.runtime.train.gone import refuse_gone
 
             refuse_gone(bare, self.prepared.models, [one.optimizer for one in self.prepared.optimizers])
-        kinds = groups_of_one_kind(bare) if self.prepared.sharded else contextlib.nullcontext()
-        arguments = () if closure is None else (closure,)
+        kinds = groups_of_one_kind(bare) if self.prepared.sharded else _AS_THEY_ARE
         if self._scaler is None:
             optimizer.steps += 1
             with kinds:
-                return bare.step(*arguments)
+                return bare.step() if closure is None else bare.step(closure)
         if bare not in self._observed:
             bare.register_step_post_hook(self._note_step)
             self._observed.add(bare)
@@ -172,7 +173,7 @@ class NativeEngine:
         self._stepped.add(id(bare))
         self._applied = False
         with kinds:
-            result = self._scaler.step(bare, *arguments)
+            result = self._scaler.step(bare) if closure is None else self._scaler.step(bare, closure)
         optimizer.skipped = not self._applied
         optimizer.steps += self._applied
         return result

@@ -35,7 +35,7 @@ class LossScaler(torch.amp.GradScaler):
                 raise ValueError("Attempting to unscale FP16 gradients.")
             held.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         for (device, _), gradients in held.items():
-            found.append(torch.zeros((), device=device))
+            found.append(torch.zeros((), dtype=torch.float32, device=device))
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found[-1], inv_scale.to(device))
         worst = torch.stack([one.to(found_inf.device) for one in found]).amax()
         dist.all_reduce(worst, dist.ReduceOp.MAX)

@@ -426,3 +426,33 @@ def test_shards_on_gpus_are_refused_over_gloo_where_torch_crashes():
     assert "use nccl, with one rank for each GPU" in FSDP2().requires(Context())
     Context.backend = "nccl"
     assert PARALLELIZER.requires(Context()) is FSDP2().requires(Context()) is None
+
+
+def test_a_model_of_16_bits_that_came_cut_is_trained_in_float32(run_ranks):
+    def train(dtype):
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        AcceleratorState._reset_state(reset_partial_state=False)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        config = ParallelismConfig(tp_size=2, dp_shard_size=2)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin, parallelism_config=config)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)).to(torch.bfloat16).to(dtype)
+        styles = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        model = parallelize_module(model, accelerator.torch_device_mesh["tp"], styles)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 8)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: one.full_tensor() for name, one in model.state_dict().items()}
+
+    def both():
+        expected = train(torch.float32)
+        with pytest.warns(UserWarning, match="4 parameters of 16 bits are trained in mixed precision"):
+            found = train(torch.bfloat16)
+        return found, expected
+
+    for found, expected in run_ranks(4, both):
+        assert {one.dtype for one in found.values()} == {torch.float32}
+        torch.testing.assert_close(found, expected)
