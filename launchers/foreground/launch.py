@@ -18,6 +18,7 @@ from pathlib import Path
 from orc.launchers.agent import network
 from orc.launchers.agent.cleanup import kill_descendants
 from orc.launchers.agent.errors import LaunchFailure
+from orc.launchers.agent.gpus import own_part
 from orc.launchers.agent.processes import (
     become_subreaper,
     decode_wait_status,
@@ -268,7 +269,10 @@ class _Round:
         port = None if self.request.world else network.Port()
         try:
             world = self.request.world or alone(self.request.nprocs, port.number if port else 0)
-            self.ranks = [world.variables(index) for index in range(self.request.nprocs)]
+            self.ranks = [
+                {**own, **own_part(self.env, int(own["LOCAL_RANK"]), int(own["LOCAL_WORLD_SIZE"]))}
+                for own in map(world.variables, range(self.request.nprocs))
+            ]
             if _may_preload(self.request, self.env):
                 self._preload()
             else:

@@ -306,6 +306,12 @@ def test_variables_of_the_request_win_over_the_environment(script):
     assert done.stdout == "inner 0\n"
 
 
+def test_each_rank_sees_its_own_of_several_mig_devices(script):
+    source = "import os; os.write(1, f\"{os.environ['LOCAL_RANK']}: {os.environ['CUDA_VISIBLE_DEVICES']}\\n\".encode())"
+    done = run(script(source), nprocs=2, env={"CUDA_VISIBLE_DEVICES": "MIG-b1,MIG-b2"})
+    assert sorted(done.stdout.splitlines()) == ["0: MIG-b1", "1: MIG-b2"]
+
+
 @pytest.mark.parametrize(("nprocs", "given", "threads"), [(1, None, "all"), (2, None, "1"), (2, "3", "3")])
 def test_several_ranks_get_one_thread_each_unless_told_otherwise(script, monkeypatch, nprocs, given, threads):
     monkeypatch.delenv("OMP_NUM_THREADS")
