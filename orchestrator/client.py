@@ -113,7 +113,7 @@ class Client(JobsClient):
         backend = self.workspace.backend(loaded.spec.cluster)
         loaded = loaded._replace(spec=self.session.subscribed(loaded.spec))
         snapshot = take(self.workspace.store, loaded, progress, backend)
-        source = str(loaded.source_path.absolute()) if loaded.source_path else ""
+        source = str(loaded.source_path.absolute())
         return self._submit(loaded.spec, snapshot, source, progress)
 
     def resubmit(self, job_id: str, *, overrides: Sequence[str] = (), on_progress: Progress | None = None) -> JobView:
@@ -234,7 +234,7 @@ class Client(JobsClient):
         ws = self.workspace
         snapshot = snapshots.take(ws.store, loaded, on_progress or silent, ws.backend(loaded.spec.cluster))
         name = name or loaded.spec.name
-        source = str(loaded.source_path.absolute()) if loaded.source_path else ""
+        source = str(loaded.source_path.absolute())
         each = replace(new_submission(ws, loaded.spec, snapshot, source=source), id=new_job_id(name))
         record = schedules.create(ws, each, name=name, cron=cron, timezone=timezone, missed=missed, overlap=overlap)
         return ScheduleView.of(record)

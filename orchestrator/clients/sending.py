@@ -33,7 +33,12 @@ def send_job(session: HttpSession, loaded: LoadedJob, progress: Progress) -> Job
     snapshot = LocalSnapshot(loaded, progress)
     progress("submit", {})
     request = request_of(
-        submit_job, _document(loaded.spec), Digests(**snapshot.digests), _source(loaded), secrets, new_key()
+        submit_job,
+        _document(loaded.spec),
+        Digests(**snapshot.digests),
+        str(loaded.source_path.absolute()),
+        secrets,
+        new_key(),
     )
     return _with_trees(session, request, [snapshot])
 
@@ -97,7 +102,7 @@ def send_schedule(
     name = more.pop("name") or loaded.spec.name
     request = request_of(
         create_schedule, _document(loaded.spec), Digests(**snapshot.digests), name, cron, timezone, **more,
-        source=_source(loaded), secrets=secrets, idempotency_key=new_key(),
+        source=str(loaded.source_path.absolute()), secrets=secrets, idempotency_key=new_key(),
     )  # fmt: skip
     return _with_trees(session, request, [snapshot])
 
@@ -105,10 +110,6 @@ def send_schedule(
 def _document(spec: JobSpec) -> Mapping[str, Any]:
     document: Mapping[str, Any] = spec.model_dump(mode="json")
     return document
-
-
-def _source(loaded: LoadedJob) -> str:
-    return str(loaded.source_path.absolute()) if loaded.source_path else ""
 
 
 def _with_trees(session: HttpSession, request: Request[Answer], snapshots: Sequence[LocalSnapshot]) -> Answer:
