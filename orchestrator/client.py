@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.clients.function_jobs import FunctionJob
-    from orc.orchestrator.clients.surface import ProgressCallback
+    from orc.orchestrator.engine.progress import Progress
     from orc.orchestrator.engine.writing import PassReport
     from orc.orchestrator.functions.calls import Call
     from orc.orchestrator.insight.metrics import Reader
@@ -81,7 +81,7 @@ class Client(JobsClient):
 
     # -- making jobs
 
-    def submit(self, loaded: LoadedJob, *, on_progress: ProgressCallback | None = None) -> JobView:
+    def submit(self, loaded: LoadedJob, *, on_progress: Progress | None = None) -> JobView:
         """Submit a job, exactly once whatever happens to this process.
 
         Args:
@@ -113,12 +113,10 @@ class Client(JobsClient):
         backend = self.workspace.backend(loaded.spec.cluster)
         loaded = loaded._replace(spec=self.session.subscribed(loaded.spec))
         snapshot = take(self.workspace.store, loaded, progress, backend)
-        source = str(loaded.source_path.absolute()) if loaded.source_path else ""
+        source = str(loaded.source_path.absolute())
         return self._submit(loaded.spec, snapshot, source, progress)
 
-    def resubmit(
-        self, job_id: str, *, overrides: Sequence[str] = (), on_progress: ProgressCallback | None = None
-    ) -> JobView:
+    def resubmit(self, job_id: str, *, overrides: Sequence[str] = (), on_progress: Progress | None = None) -> JobView:
         """Submit a new job with the specification and the snapshots of *job_id*; its source is ``job:<old id>``.
 
         Raises:
@@ -145,7 +143,7 @@ class Client(JobsClient):
         cluster: str,
         inputs: object = None,
         name: str | None = None,
-        on_progress: ProgressCallback | None = None,
+        on_progress: Progress | None = None,
     ) -> JobView:
         """Submit what *estimator* describes to a cluster whose platform has estimators.
 
@@ -170,7 +168,7 @@ class Client(JobsClient):
         spec: JobSpec,
         snapshot: Snapshot,
         source: str,
-        progress: ProgressCallback,
+        progress: Progress,
         secrets: Mapping[str, str] | None = None,
     ) -> JobView:
         from orc.orchestrator.engine.submission import new_submission, submit
@@ -197,7 +195,7 @@ class Client(JobsClient):
         cancel(self.session, job_ids, grace_s=grace_s, on_unreachable=on_unreachable)
         return [self.job(job_id) for job_id in job_ids]
 
-    def submit_group(self, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
+    def submit_group(self, loaded: LoadedGroup, *, on_progress: Progress | None = None) -> GroupView:
         """Submit all members of a group, or none."""
         from orc.orchestrator.clients import groups
 
@@ -223,7 +221,7 @@ class Client(JobsClient):
         timezone: str = "UTC",
         missed: str = "skip",
         overlap: str = "skip",
-        on_progress: ProgressCallback | None = None,
+        on_progress: Progress | None = None,
     ) -> ScheduleView:
         """Submit a job again and again, from the snapshot that is taken now."""
         from orc.launchers.ids import new_job_id
@@ -236,7 +234,7 @@ class Client(JobsClient):
         ws = self.workspace
         snapshot = snapshots.take(ws.store, loaded, on_progress or silent, ws.backend(loaded.spec.cluster))
         name = name or loaded.spec.name
-        source = str(loaded.source_path.absolute()) if loaded.source_path else ""
+        source = str(loaded.source_path.absolute())
         each = replace(new_submission(ws, loaded.spec, snapshot, source=source), id=new_job_id(name))
         record = schedules.create(ws, each, name=name, cron=cron, timezone=timezone, missed=missed, overlap=overlap)
         return ScheduleView.of(record)

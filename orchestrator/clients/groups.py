@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.api.session import LedgerSession
+    from orc.orchestrator.engine.progress import Progress
     from orc.orchestrator.engine.submission import Submission
     from orc.orchestrator.insight.curves import MeasuredJobs
     from orc.orchestrator.ledger.groups import GroupRecord
     from orc.orchestrator.workspace import Workspace
 
 _MOST = 1_000_000  # jobs of one group
-ProgressCallback = Callable[[str, Mapping[str, Any]], None]
 
 
-def submit(session: LedgerSession, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
+def submit(session: LedgerSession, loaded: LoadedGroup, *, on_progress: Progress | None = None) -> GroupView:
     """Submit all members of a group, or none.
 
     Args:
@@ -76,7 +76,7 @@ def snapshot_key(spec: JobSpec) -> str:
     return f"{spec.cluster} {spec.workdir!r} {spec.environment!r}"
 
 
-def _snapshot(ws: Workspace, loaded: LoadedJob, known: dict[str, Snapshot], progress: ProgressCallback) -> Snapshot:
+def _snapshot(ws: Workspace, loaded: LoadedJob, known: dict[str, Snapshot], progress: Progress) -> Snapshot:
     """Return the snapshot of a member; those with the same directory and environment on a cluster share one."""
     from orc.orchestrator.engine.snapshots import check_script, take
 
@@ -89,7 +89,7 @@ def _snapshot(ws: Workspace, loaded: LoadedJob, known: dict[str, Snapshot], prog
     return known[key]
 
 
-def resubmit(session: LedgerSession, group_id: str, *, on_progress: ProgressCallback | None = None) -> GroupView:
+def resubmit(session: LedgerSession, group_id: str, *, on_progress: Progress | None = None) -> GroupView:
     """Submit the members that have ended without success once more, from the same snapshots, in the same group.
 
     What has succeeded is not run again: its outputs serve those that take them. Members that wait for a failure which

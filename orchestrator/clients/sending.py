@@ -20,20 +20,25 @@ if TYPE_CHECKING:
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.clients.http_session import HttpSession
     from orc.orchestrator.clients.requests import Request
-    from orc.orchestrator.clients.surface import ProgressCallback
+    from orc.orchestrator.engine.progress import Progress
     from orc.orchestrator.views import GroupView, JobView, ScheduleView
 
 Answer = TypeVar("Answer")
 _UPLOADS = 3  # what was uploaded may be collected before it is used
 
 
-def send_job(session: HttpSession, loaded: LoadedJob, progress: ProgressCallback) -> JobView:
+def send_job(session: HttpSession, loaded: LoadedJob, progress: Progress) -> JobView:
     """Submit a job: one request where the service has its code, else an upload of what it lacks in between."""
     secrets = resolve_secrets(loaded.spec.secrets)  # what is missing is known before a file is read
     snapshot = LocalSnapshot(loaded, progress)
     progress("submit", {})
     request = request_of(
-        submit_job, _document(loaded.spec), Digests(**snapshot.digests), _source(loaded), secrets, new_key()
+        submit_job,
+        _document(loaded.spec),
+        Digests(**snapshot.digests),
+        str(loaded.source_path.absolute()),
+        secrets,
+        new_key(),
     )
     return _with_trees(session, request, [snapshot])
 
@@ -47,7 +52,7 @@ def send_again(session: HttpSession, job_id: str, overrides: Sequence[str]) -> J
     return resubmit_job(session, old.id, tuple(overrides), resolve_secrets(spec.secrets), new_key())
 
 
-def send_group(session: HttpSession, loaded: LoadedGroup, progress: ProgressCallback) -> GroupView:
+def send_group(session: HttpSession, loaded: LoadedGroup, progress: Progress) -> GroupView:
     """Submit a group: one request, and before it an upload of what the service lacks of each distinct snapshot."""
     from orc.orchestrator.clients.groups import snapshot_key
 
@@ -85,7 +90,7 @@ def send_group_again(session: HttpSession, group_id: str) -> GroupView:
 
 
 def send_schedule(
-    session: HttpSession, loaded: LoadedJob, progress: ProgressCallback, cron: str, timezone: str, **more: str
+    session: HttpSession, loaded: LoadedJob, progress: Progress, cron: str, timezone: str, **more: str
 ) -> ScheduleView:
     """Store a schedule; its code travels as that of a job does. *more* are its name, and what to do at odd times."""
     from orc.orchestrator.engine.schedules import check
@@ -97,7 +102,7 @@ def send_schedule(
     name = more.pop("name") or loaded.spec.name
     request = request_of(
         create_schedule, _document(loaded.spec), Digests(**snapshot.digests), name, cron, timezone, **more,
-        source=_source(loaded), secrets=secrets, idempotency_key=new_key(),
+        source=str(loaded.source_path.absolute()), secrets=secrets, idempotency_key=new_key(),
     )  # fmt: skip
     return _with_trees(session, request, [snapshot])
 
@@ -105,10 +110,6 @@ def send_schedule(
 def _document(spec: JobSpec) -> Mapping[str, Any]:
     document: Mapping[str, Any] = spec.model_dump(mode="json")
     return document
-
-
-def _source(loaded: LoadedJob) -> str:
-    return str(loaded.source_path.absolute()) if loaded.source_path else ""
 
 
 def _with_trees(session: HttpSession, request: Request[Answer], snapshots: Sequence[LocalSnapshot]) -> Answer:

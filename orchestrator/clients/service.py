@@ -15,7 +15,7 @@ from orc.orchestrator.clients.http_session import HttpSession
 from orc.orchestrator.clients.logins import Login, checked_url
 from orc.orchestrator.clients.requests import log_content
 from orc.orchestrator.clients.surface import JobsClient
-from orc.orchestrator.clients.uploads import silent
+from orc.orchestrator.engine.progress import silent
 from orc.orchestrator.views import JobView
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.clients.requests import Request
-    from orc.orchestrator.clients.surface import ProgressCallback
+    from orc.orchestrator.engine.progress import Progress
     from orc.orchestrator.insight.metrics import Line
     from orc.orchestrator.views import GroupView, ScheduleView
 
@@ -89,7 +89,7 @@ class ServiceClient(JobsClient):
 
     # -- making jobs
 
-    def submit(self, loaded: LoadedJob, *, on_progress: ProgressCallback | None = None) -> JobView:
+    def submit(self, loaded: LoadedJob, *, on_progress: Progress | None = None) -> JobView:
         """Submit a job, exactly once whatever is lost on the way.
 
         Args:
@@ -107,15 +107,13 @@ class ServiceClient(JobsClient):
 
         return send_job(self.session, loaded, on_progress or silent)
 
-    def resubmit(
-        self, job_id: str, *, overrides: Sequence[str] = (), on_progress: ProgressCallback | None = None
-    ) -> JobView:
+    def resubmit(self, job_id: str, *, overrides: Sequence[str] = (), on_progress: Progress | None = None) -> JobView:
         """Submit a new job like *job_id*. The values of its secrets are looked up here, as at any submission."""
         from orc.orchestrator.clients.sending import send_again
 
         return send_again(self.session, job_id, overrides)
 
-    def submit_group(self, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
+    def submit_group(self, loaded: LoadedGroup, *, on_progress: Progress | None = None) -> GroupView:
         """Submit all members of a group, or none."""
         from orc.orchestrator.clients.sending import send_group
 
@@ -136,7 +134,7 @@ class ServiceClient(JobsClient):
         timezone: str = "UTC",
         missed: str = "skip",
         overlap: str = "skip",
-        on_progress: ProgressCallback | None = None,
+        on_progress: Progress | None = None,
     ) -> ScheduleView:
         """Submit a job again and again, from the snapshot that is taken now."""
         from orc.orchestrator.clients.sending import send_schedule

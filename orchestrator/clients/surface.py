@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.api.call import Session
+    from orc.orchestrator.engine.progress import Progress
     from orc.orchestrator.insight.metrics import Line
     from orc.orchestrator.views import EventView, GroupView, JobRow, JobView, NotificationView, ScheduleView
 
-ProgressCallback = Callable[[str, Mapping[str, Any]], None]
 _ALL = 1 << 40  # rows; a service gives a page of them at a time
 
 
@@ -68,7 +68,7 @@ class JobsClient(ABC):
         """Close the ledger, or the connection."""
 
     @abstractmethod
-    def submit(self, loaded: LoadedJob, *, on_progress: ProgressCallback | None = None) -> JobView:
+    def submit(self, loaded: LoadedJob, *, on_progress: Progress | None = None) -> JobView:
         """Submit a job, exactly once whatever happens to this process.
 
         Args:
@@ -83,9 +83,7 @@ class JobsClient(ABC):
         """
 
     @abstractmethod
-    def resubmit(
-        self, job_id: str, *, overrides: Sequence[str] = (), on_progress: ProgressCallback | None = None
-    ) -> JobView:
+    def resubmit(self, job_id: str, *, overrides: Sequence[str] = (), on_progress: Progress | None = None) -> JobView:
         """Submit a new job like *job_id*, with *overrides* (``resources.nodes=4``) of its specification.
 
         Args:
@@ -124,7 +122,7 @@ class JobsClient(ABC):
         """
 
     @abstractmethod
-    def submit_group(self, loaded: LoadedGroup, *, on_progress: ProgressCallback | None = None) -> GroupView:
+    def submit_group(self, loaded: LoadedGroup, *, on_progress: Progress | None = None) -> GroupView:
         """Submit all members of a group, or none.
 
         Args:
@@ -205,7 +203,7 @@ class JobsClient(ABC):
         timezone: str = "UTC",
         missed: str = "skip",
         overlap: str = "skip",
-        on_progress: ProgressCallback | None = None,
+        on_progress: Progress | None = None,
     ) -> ScheduleView:
         """Submit a job again and again, from the snapshot that is taken now.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orc.launchers.snapshot.manifest import SYMLINK
 from orc.orchestrator.clients import content_stream
@@ -15,11 +15,7 @@ if TYPE_CHECKING:
     from orc.launchers.snapshot.manifest import Bundle, Entry
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.clusters import Cluster
-    from orc.orchestrator.clients.surface import ProgressCallback
-
-
-def silent(_stage: str, _data: Mapping[str, Any]) -> None:
-    """Show no progress."""
+    from orc.orchestrator.engine.progress import Progress
 
 
 class ServiceCluster:
@@ -42,7 +38,7 @@ class ServiceCluster:
 class LocalSnapshot:
     """Trees of a job in the local store, and what of them has to be sent."""
 
-    def __init__(self, loaded: LoadedJob, progress: ProgressCallback) -> None:
+    def __init__(self, loaded: LoadedJob, progress: Progress) -> None:
         from orc.launchers.paths import state_dir
         from orc.launchers.snapshot.content_store import ContentStore
         from orc.orchestrator.engine import snapshots

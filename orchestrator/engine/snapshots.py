@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from orc.launchers.backends.base import Snapshot
 from orc.launchers.environments.rendering import environment_of
@@ -17,13 +16,13 @@ from orc.launchers.snapshot.scan import Bundle, ScanWatch
 DEFAULT_LIMIT = 2 * 1000**3
 LIMIT_VARIABLE = "ORC_SNAPSHOT_LIMIT"
 
-ProgressCallback = Callable[[str, Mapping[str, Any]], None]
 
 if TYPE_CHECKING:
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.snapshot.scan import SourceTree
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.clusters import Cluster
+    from orc.orchestrator.engine.progress import Progress
 
 
 class Destination(Protocol):
@@ -45,14 +44,14 @@ class Destination(Protocol):
         ...
 
 
-def take(store: ContentStore, loaded: LoadedJob, progress: ProgressCallback, backend: Destination) -> Snapshot:
+def take(store: ContentStore, loaded: LoadedJob, progress: Progress, backend: Destination) -> Snapshot:
     """Store what *loaded* needs on the cluster of *backend*, and return it: its code, this installation's runtime, and
     the environment that it brings along. Raises `BundleError`, `SpecError`.
     """
     return with_code(store, loaded, take_code(store, loaded, progress, backend), backend, progress)
 
 
-def take_code(store: ContentStore, loaded: LoadedJob, progress: ProgressCallback, backend: Destination) -> Bundle:
+def take_code(store: ContentStore, loaded: LoadedJob, progress: Progress, backend: Destination) -> Bundle:
     """Store the code of *loaded* and return it. Raises `BundleError`, `SpecError`."""
     limit = size_limit(loaded.spec)
     code = store.snapshot(
@@ -92,16 +91,14 @@ def size_limit(job: JobSpec) -> int:
 
 
 def with_code(
-    store: ContentStore, loaded: LoadedJob, code: Bundle, backend: Destination, progress: ProgressCallback
+    store: ContentStore, loaded: LoadedJob, code: Bundle, backend: Destination, progress: Progress
 ) -> Snapshot:
     """Return the snapshot of a job whose *code* is in the store already. Raises as `take`."""
     runtime = store.ingest(runtime_bundle(cache=store.scan_cache))
     return Snapshot(code, runtime, take_environment(store, loaded, backend, progress))
 
 
-def take_environment(
-    store: ContentStore, loaded: LoadedJob, backend: Destination, progress: ProgressCallback
-) -> Bundle | None:
+def take_environment(store: ContentStore, loaded: LoadedJob, backend: Destination, progress: Progress) -> Bundle | None:
     """Store the environment that *loaded* brings along, if it does, and return it. Raises `BundleError`."""
     environment = environment_tree(loaded, backend.cluster, store.scan_cache)
     if environment is None:
