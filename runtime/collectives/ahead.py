@@ -162,7 +162,7 @@ def begins_early(ctx: RunContext) -> bool:
         and not ctx.debug
         and ctx.compute.collectives is None
         and not hasattr(ctx.group, "subgroup")  # of a simulated run
-        and ctx.control_device.type == "cpu"
+        and ctx.hosts_meet
     )
 
 

@@ -166,7 +166,7 @@ def test_a_cpu_a_simulated_run_and_debug_mode_meet_first(monkeypatch):
         "debug": False,
         "compute": SimpleNamespace(collectives=None),
         "group": object(),
-        "control_device": torch.device("cpu"),
+        "hosts_meet": True,
     }
     assert ahead.begins_early(SimpleNamespace(**cuda))
     others = (
@@ -174,7 +174,7 @@ def test_a_cpu_a_simulated_run_and_debug_mode_meet_first(monkeypatch):
         {"debug": True},
         {"compute": SimpleNamespace(collectives=object())},
         {"group": SimpleNamespace(subgroup=None)},
-        {"control_device": torch.device("cuda", 0)},
+        {"hosts_meet": False},
     )
     for other in others:
         assert not ahead.begins_early(SimpleNamespace(**{**cuda, **other}))
