@@ -66,9 +66,9 @@ class _Told:
 
     def __init__(self, ctx: RunContext, call: Call) -> None:
         self.call = call
-        self._marks = torch.empty(ctx.world_size, dtype=torch.int64)
+        self._marks = torch.empty(ctx.world_size, dtype=torch.int64, device="cpu")  # also where another is the default
         # The tensor is kept until the others have it.
-        self._mine = torch.tensor([call.mark])
+        self._mine = torch.tensor([call.mark], device="cpu")
         self._work = all_gather_flat(self._marks, self._mine, ctx.control_group(call.operation), async_op=True)
 
     @property
@@ -162,7 +162,7 @@ def begins_early(ctx: RunContext) -> bool:
         and not ctx.debug
         and ctx.compute.collectives is None
         and not hasattr(ctx.group, "subgroup")  # of a simulated run
-        and ctx.control_device.type == "cpu"
+        and ctx.hosts_meet
     )
 
 

@@ -40,9 +40,12 @@ def exchange(ctx: RunContext, what: str, mark: int, payload: Tensor | None = Non
         ctx: the process context.
         what: the operation, for errors.
         mark: the fingerprint of this process's operand; it determines the length of the payload.
-        payload: uint8, on the context's control device; nothing, to agree about the operand alone.
+        payload: uint8, on the CPU; nothing, to agree about the operand alone.
     """
-    group, device = ctx.require_group(what), ctx.control_device
+    if ctx.hosts_meet:
+        group, device = ctx.control_group(what), torch.device("cpu")
+    else:
+        group, device = ctx.require_group(what), ctx.control_device
     length = 0 if payload is None else payload.numel()
     capacity = _capacity.get(ctx, _LEAST)
     while True:

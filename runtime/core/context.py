@@ -336,6 +336,16 @@ class RunContext:
 
         return self.group is None or "cpu:" in str(dist.get_backend_config(self.group))
 
+    @property
+    def hosts_meet(self) -> bool:
+        """`True` if `control_group` carries messages between the hosts, which then wait for no device to send them.
+
+        The groups of a part of the run have none beside them.
+        """
+        import torch.distributed as dist
+
+        return self._carries_cpu_tensors or (self.compute.collectives is None and self.group is dist.group.WORLD)
+
     def control_group(self, what: str) -> ProcessGroup:
         """Return a group of all processes that carries tensors on the CPU: the run's own, or one beside it.
 

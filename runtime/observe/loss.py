@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def _pinned() -> Tensor:
-    return torch.empty((), dtype=torch.float32, pin_memory=True)
+    return torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
 
 
 class LossReader:

@@ -80,6 +80,14 @@ def test_a_plain_step_and_its_batch_wait_for_nothing(pinned, workers):
     assert losses[-1] < losses[0]
 
 
+def test_a_schedule_waits_for_nothing():
+    accelerator = Accelerator()
+    model, optimizer, loader = prepare(accelerator)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 2, gamma=0.9))
+    train(accelerator, model, optimizer, loader, each=lambda *_: schedule.step())
+    assert schedule.get_last_lr() == [pytest.approx(0.01 * 0.9**8)]
+
+
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_a_step_waits_for_nothing_when_asked_to_copy_without_waiting(dispatch):
     configuration = DataLoaderConfiguration(non_blocking=True, dispatch_batches=dispatch)

@@ -50,6 +50,21 @@ def test_calls_that_repeat_begin_without_a_meeting(run_ranks):
         assert meetings == 5, "each of the two has followed the other twice"
 
 
+def test_a_default_device_of_the_script_changes_nothing(run_ranks):
+    def body():
+        _, rank = begin_early()
+        value = torch.full((2,), float(rank))
+        for _ in range(3):
+            gather(value)
+        with torch.device("meta"):
+            found = gather(value).tolist()
+        (told,) = ahead.history_of(current_context())._told
+        assert set(told.marks()) == {told.call.mark}
+        return found
+
+    assert run_ranks(2, body) == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
 def test_a_short_last_batch_of_all_ranks_is_met_for_and_right(run_ranks):
     def body():
         meetings, rank = begin_early()
@@ -151,7 +166,7 @@ def test_a_cpu_a_simulated_run_and_debug_mode_meet_first(monkeypatch):
         "debug": False,
         "compute": SimpleNamespace(collectives=None),
         "group": object(),
-        "control_device": torch.device("cpu"),
+        "hosts_meet": True,
     }
     assert ahead.begins_early(SimpleNamespace(**cuda))
     others = (
@@ -159,7 +174,7 @@ def test_a_cpu_a_simulated_run_and_debug_mode_meet_first(monkeypatch):
         {"debug": True},
         {"compute": SimpleNamespace(collectives=object())},
         {"group": SimpleNamespace(subgroup=None)},
-        {"control_device": torch.device("cuda", 0)},
+        {"hosts_meet": False},
     )
     for other in others:
         assert not ahead.begins_early(SimpleNamespace(**{**cuda, **other}))

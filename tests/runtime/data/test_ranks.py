@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
+from orc.runtime.collectives import pad_across_processes
 from orc.runtime.core.context import current_context
 from orc.runtime.data import prepare_data_loader
 
@@ -219,6 +220,8 @@ def test_loaders_work_over_a_group_that_the_script_opened_without_a_backend_for_
             plain = DataLoader(data, batch_size=2, shuffle=isinstance(data, range))
             loader = prepare_data_loader(plain, dispatch_batches=dispatch, **options)
             seen.append([i for batch in loader for i in batch.tolist()])
+        assert context.hosts_meet
+        assert pad_across_processes(torch.ones(rank + 1), ctx=context).tolist() == [1.0, float(rank)]
         return seen, context.control_group("a test") is context.control_group("a test") is not context.group
 
     first, second = run_ranks(2, epochs)
