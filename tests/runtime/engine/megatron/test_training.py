@@ -528,3 +528,18 @@ def test_four_ranks_combine_tensor_pipeline_and_data_parallelism(run_ranks, alon
             check_parity(one, alone["GPT2LMHeadModel"])
     assert [found[0]["main"][0] for found in ranks] == [False, False, False, True]
     assert [found[1]["share"] for found in ranks] == [(0, 2), (1, 2), (0, 2), (1, 2)]  # stages are farthest apart
+
+
+def test_its_groups_have_the_time_out_that_was_asked_for_in_whole_minutes(run_ranks):
+    def opened():
+        import torch
+
+        from orc.runtime import MegatronLMPlugin, PartialState
+        from orc.runtime.engine.megatron.library import open_groups
+
+        groups = open_groups(PartialState(cpu=True).ctx, MegatronLMPlugin(tp_degree=2), 1)
+        backend = groups.get_tensor_model_parallel_group()._get_backend(torch.device("cpu"))
+        return backend.options._timeout.total_seconds()
+
+    assert run_ranks(2, opened, env={"ORC_TIMEOUT_S": "77"}) == [120, 120]
+    assert run_ranks(2, opened) == [1800, 1800]
