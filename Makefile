@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up by themselves; see docs/how-to/develop.md.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check setup docs lint test-gpu format typecheck exports contracts unit coverage bench mutants docs-test testbed-packages testbeds-down clean
+.PHONY: help demo test check setup docs lint test-gpu format typecheck exports contracts unit coverage bench mutants docs-test session testbed-packages testbeds-down clean
 
 BIN := .venv/bin
 INSTALLED := .venv/.orc-installed-all
@@ -91,6 +91,9 @@ mutants: $(INSTALLED)  ## Which changes of the code the tests do not notice (mut
 
 docs: $(INSTALLED) $(LINKS)  ## The documentation as a site in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+session: $(INSTALLED)  ## The picture of a session in the README, from real commands
+	$(BIN)/python .ci/session.py
 
 docs-test: $(INSTALLED)  ## Links and examples of the documentation
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_docs_site.py $(PYTEST_FLAGS)
