@@ -236,6 +236,10 @@ class Backend(AttemptFiles):
 
     # -- before the start
 
+    def check_installed(self) -> None:
+        """Raise `BackendUnreachable` where this Python lacks what the cluster is reached with. Contacts nothing."""
+        return
+
     @abc.abstractmethod
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
         """Return the plan of an attempt. Pure: no network, no clock, no file system.

@@ -90,6 +90,8 @@ def submit(
     """
     from orc.orchestrator.engine.dispatch import dispatch_new
 
+    for cluster in {one.spec.cluster for one in submissions}:
+        ws.backend(cluster).check_installed()
     if any(one.spec.depends_on or set(one.spec.inputs) - set(one.snapshot.inputs) for one in submissions):
         return [record.id for record in enqueue(ws, submissions, within=within)]
     records = enqueue(ws, submissions, within=within, claimed=True)

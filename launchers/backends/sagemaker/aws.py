@@ -21,7 +21,7 @@ from orc.launchers.backends.sagemaker.failures import (
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.names import split_uri
 from orc.launchers.backends.sagemaker.settings import ClusterSettings
-from orc.launchers.errors import BackendError
+from orc.launchers.errors import BackendError, BackendUnreachable
 
 
 def stock_image(image: Image, where: str) -> str:
@@ -51,11 +51,14 @@ def stock_image(image: Image, where: str) -> str:
 
 
 def sdk_module(name: str) -> Any:
-    """Import a module of the SDK, or boto3. Raises `BackendError` when it is not installed."""
+    """Import a module of the SDK, or boto3. Raises `BackendUnreachable` when it is not installed.
+
+    Another process may have it, so queued jobs wait.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise BackendError(
+        raise BackendUnreachable(
             f"clusters of kind sagemaker need the package {error.name or 'sagemaker'}, version 3 of the SDK",
             hint="Install it: pip install 'orc-launch[aws]'",
         ) from None

@@ -99,6 +99,12 @@ class SagemakerBackend(Backend):
 
     # -- before the start
 
+    def check_installed(self) -> None:
+        """Raise `BackendUnreachable` where boto3 is missing."""
+        from orc.launchers.backends.sagemaker.aws import sdk_module
+
+        sdk_module("boto3")
+
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
         """``agent.json``, and the CreateTrainingJob request that is sent."""
         return render_plan(job, snapshot, attempt, self.cluster, read_settings(self.cluster, job), self.region)

@@ -25,8 +25,8 @@ def training_job(cluster: Cluster | str, name: str) -> Any:
         The `sagemaker.core.resources.TrainingJob`.
 
     Raises:
-        BackendError: There is no such training job, AWS refuses to show it, or the SDK is not installed.
-        BackendUnreachable: AWS does not answer.
+        BackendError: There is no such training job, or AWS refuses to show it.
+        BackendUnreachable: AWS does not answer, or the SDK is not installed.
     """
     from orc.launchers.spec.clusters import get_cluster
 

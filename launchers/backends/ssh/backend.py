@@ -99,6 +99,13 @@ class SshBackend(Backend):
 
     # -- before the start
 
+    def check_installed(self) -> None:
+        """Raise `BackendUnreachable` where fabric is missing."""
+        from orc.launchers.remote.ssh.pool import check_fabric
+
+        if self._open_all is None:
+            check_fabric()
+
     def place(self, job: JobSpec, taken: Mapping[str, int], avoid: Collection[str] = ()) -> Placement:
         """Return hosts in the order of the cluster's list, as many as are free up to the job's maximum."""
         return placing.place(job, self.settings, taken, avoid)

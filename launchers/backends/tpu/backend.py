@@ -100,6 +100,14 @@ class TpuBackend(Backend):
 
     # -- before the start
 
+    def check_installed(self) -> None:
+        """Raise `BackendUnreachable` where fabric or the library of Cloud TPU is missing."""
+        from orc.launchers.backends.tpu.client import check_library
+        from orc.launchers.remote.ssh.pool import check_fabric
+
+        check_fabric()
+        check_library()
+
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
         """Return the requests to the TPU API, ``agent.json``, and one command for each worker."""
         return render_plan(job, snapshot, attempt, self.cluster, self.settings)
@@ -130,6 +138,7 @@ class TpuBackend(Backend):
 
         Raises `NoRoom` when no zone takes it now. A TPU that the options name is used at once.
         """
+        self.check_installed()  # a TPU that nobody can start anything on costs as much
         secrets = require_secrets(plan, secrets)
         handle = self._handle(plan)
         location = TpuLocation.parse(handle.native_id)
@@ -192,6 +201,7 @@ class TpuBackend(Backend):
 
     def advance(self, handle: Handle, plan: Plan, secrets: Mapping[str, str]) -> Observation:
         """Request the TPU in the next zone, or start the agents on one that is up."""
+        self.check_installed()
         local, location = self._local(handle), TpuLocation.parse(handle.native_id)
         statuses = self._look(handle)
         step = self._step(statuses)
@@ -272,6 +282,7 @@ class TpuBackend(Backend):
 
     def _poll_workers(self, handle: Handle, node: Node) -> Observation:
         """Observe the agents on a TPU that is up."""
+        self.check_installed()  # what is missing here says nothing about whether it boots
         local, location = self._local(handle), TpuLocation.parse(handle.native_id)
         started = local.started or not location.is_made_for(handle.marker)
         try:

@@ -47,6 +47,15 @@ class NotFound(ApiRejected):
     """No resource of that name exists."""
 
 
+def check_library() -> None:
+    """Raise `BackendUnreachable` where the library is not installed: another process may have it, so jobs can wait."""
+    try:
+        import google.cloud.tpu_v2  # noqa: F401
+    except ImportError as error:
+        what = f"the library of Cloud TPU is missing: {error}"
+        raise BackendUnreachable(what, hint="pip install 'orc-launch[gcp]'") from None
+
+
 class TpuApi:
     """Client of one project. Connects on first use."""
 
@@ -56,13 +65,10 @@ class TpuApi:
 
     @cached_property
     def _client(self) -> TpuClient:
-        try:
-            from google.cloud.tpu_v2 import TpuClient
-            from google.cloud.tpu_v2.services.tpu.transports.grpc import TpuGrpcTransport
-        except ImportError as error:
-            raise BackendError(
-                f"the library of Cloud TPU is missing: {error}", hint="pip install 'orc-launch[gcp]'"
-            ) from None
+        check_library()
+        from google.cloud.tpu_v2 import TpuClient
+        from google.cloud.tpu_v2.services.tpu.transports.grpc import TpuGrpcTransport
+
         with self._errors("connect"):
             if self.options.insecure:
                 import grpc

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from orc.launchers.errors import SpecError
+from orc.launchers.errors import BackendUnreachable, SpecError
 from orc.launchers.remote.ssh.config import Config, Route, read_config, resolve
 from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec
 
@@ -18,16 +18,21 @@ if TYPE_CHECKING:
 _DEEPEST = 8  # jump hosts in a row
 
 
+def check_fabric() -> None:
+    """Raise `BackendUnreachable` where fabric is not installed: another process may have it, so jobs can wait."""
+    if importlib.util.find_spec("fabric") is None:
+        what = "connections over SSH need fabric, which is not installed here"
+        raise BackendUnreachable(what, hint="pip install 'orc-launch[ssh]'")
+
+
 class ConnectionPool:
     """Makes the connections of one cluster, whose jump hosts it closes when nothing is behind them any more.
 
-    Raises `SpecError` where fabric is not installed.
+    Raises `BackendUnreachable` where fabric is not installed.
     """
 
     def __init__(self, access: ConnectOptions) -> None:
-        if importlib.util.find_spec("fabric") is None:
-            what = "connections over SSH need fabric, which is not installed here"
-            raise SpecError(what, hint="pip install 'orc-launch[ssh]'")
+        check_fabric()
         self.access = access
         self._lock = threading.RLock()
         self._gateways: dict[Route, HostConnection] = {}
