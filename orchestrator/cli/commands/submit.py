@@ -205,9 +205,13 @@ def _job_file(script: str, overrides: Sequence[str], cluster: str | None, save: 
 
     data = read_job_file(script, overrides, cluster)[0].data
     if save is not None:
-        code = Path(script).absolute().parent / data.pop("workdir", ".")
+        given = data.pop("workdir", {})
+        workdir = dict(given) if isinstance(given, Mapping) else {"path": given}
+        code = Path(script).absolute().parent / workdir.pop("path", ".")
         if (path := os.path.relpath(code, save.absolute().parent)) != ".":
-            data = {**data, "workdir": path}
+            workdir["path"] = path
+        if workdir:
+            data = {**data, "workdir": path if list(workdir) == ["path"] else workdir}
     text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
     return f"# The job of `orc submit {script}`.\n{text}"
 

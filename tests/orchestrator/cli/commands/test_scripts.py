@@ -89,3 +89,17 @@ def test_only_the_job_file_of_a_script_is_kept(orc: Run, place: Path) -> None:
     (place / "job.yaml").write_text("name: x\ncommand: 'true'\n")
     done = orc("submit", "--save", "x.yaml")
     assert (done.code, "--save keeps the job file of a script" in done.err) == (2, True)
+
+
+@pytest.mark.usefixtures("script")
+@pytest.mark.parametrize(
+    ("file", "workdir"), [("job.yaml", {"limit": "2GB"}), ("jobs/job.yaml", {"limit": "2GB", "path": ".."})]
+)
+def test_a_job_file_that_is_kept_has_the_other_keys_of_the_workdir(
+    orc: Run, place: Path, file: str, workdir: dict[str, str]
+) -> None:
+    (place / "jobs").mkdir()
+    done = orc("submit", "train.py", "--set", "workdir.limit=2GB", "--save", file, "--dry-run")
+    assert done.code == 0, done.err
+    assert yaml.safe_load((place / file).read_text())["workdir"] == workdir
+    assert orc("render", file).code == 0
