@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -156,7 +155,7 @@ def command(
         ("resources.nodes", "--nodes"): nodes,
         ("resources.procs_per_node", "--nproc"): nproc,
         ("resources.gpus_per_node", "--gpus"): gpus,
-        ("args", "--"): json.dumps(arguments) if arguments is not None else None,
+        ("args", "--"): _yaml_list(arguments) if arguments is not None else None,
     }
     overrides = (*overrides, *(_override(*key, value) for key, value in given.items() if value is not None))
     loaded = check_jobs(job_file, overrides, cluster, needs_clusters=dry_run)
@@ -197,6 +196,14 @@ def _override(key: str, option: str, value: object) -> str:
     return PlacedText.at(f"{key}={value}", f"{option} {value}")
 
 
+def _yaml_list(words: Sequence[str]) -> str:
+    """Return *words* as YAML on one line, each quoted, so that none of them becomes a number."""
+    import yaml
+
+    text: str = yaml.safe_dump(list(words), default_flow_style=True, default_style='"', width=1 << 30)
+    return text.strip()
+
+
 def _job_file(script: str, overrides: Sequence[str], cluster: str | None, save: Path | None) -> str:
     """Return the job file of a script, as it would stand in *save*, or beside the script."""
     import yaml
@@ -213,6 +220,8 @@ def _job_file(script: str, overrides: Sequence[str], cluster: str | None, save: 
         if workdir:
             data = {**data, "workdir": path if list(workdir) == ["path"] else workdir}
     text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+    if "\x85" in text:  # which a reader of YAML takes for the end of a line
+        text = yaml.safe_dump(data, sort_keys=False, width=120)
     return f"# The job of `orc submit {script}`.\n{text}"
 
 

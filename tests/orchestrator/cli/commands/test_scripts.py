@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from orc.launchers.spec import load_job
+from orc.orchestrator.cli.commands.submit import _yaml_list
+
 from ..conftest import Run
 
 SCRIPT = """\
@@ -103,3 +106,15 @@ def test_a_job_file_that_is_kept_has_the_other_keys_of_the_workdir(
     assert done.code == 0, done.err
     assert yaml.safe_load((place / file).read_text())["workdir"] == workdir
     assert orc("render", file).code == 0
+
+
+WORDS = ("\U0001f600", "\x85", "a\u2028b", "e\u0301", "\ufeff", "\n", "", "no", "1e-3", "0x1F", "~", "'\"\\", "# x")
+
+
+@pytest.mark.usefixtures("script")
+def test_any_text_is_an_argument_and_is_kept(orc: Run) -> None:
+    words = [*WORDS, "long " * 100]
+    shown = orc("submit", "train.py", "--save", "job.yaml", "--dry-run", "--json", "--", *words)
+    assert shown.code == 0, shown.err
+    assert load_job("job.yaml").spec.args == tuple(words)
+    assert load_job("train.py", [f"args={_yaml_list(words)}"]).spec.args == tuple(words)
