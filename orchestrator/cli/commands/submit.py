@@ -226,9 +226,12 @@ def _job_file(script: str, overrides: Sequence[str], cluster: str | None, save: 
 
 
 def _save(text: str, file: Path) -> None:
+    """Write a job file, unless it is there: the same command with ``--dry-run`` has written it before."""
     from orc.launchers.errors import LaunchError
 
     try:
+        if file.is_file() and file.read_bytes() == text.encode():
+            return
         with file.open("x", encoding="utf-8") as written:
             written.write(text)
     except OSError as error:

@@ -63,9 +63,18 @@ def test_a_job_file_that_is_kept_elsewhere_sends_the_same_code(orc: Run, place: 
     assert orc("submit", "train.py", "--save", "jobs/train.yaml", "--dry-run").code == 0
     done = orc("submit", "jobs/train.yaml", "--follow")
     assert (done.code, done.out) == (0, "RANK 0 OF 1 []\n")
-    again = orc("submit", "train.py", "--save", "jobs/train.yaml")
+    again = orc("submit", "train.py", "--save", "jobs/train.yaml", "--", "--other")
     assert (again.code, "cannot write the job file: File exists" in again.err) == (2, True)
     assert len(orc("list", "--json").json["jobs"]) == 1  # what could not be kept was not sent
+
+
+@pytest.mark.usefixtures("script")
+def test_what_a_dry_run_has_kept_is_sent_by_the_same_command_without_it(orc: Run, place: Path) -> None:
+    assert orc("submit", "train.py", "--save", "job.yaml", "--dry-run").code == 0
+    text = (place / "job.yaml").read_text()
+    done = orc("submit", "train.py", "--save", "job.yaml", "--follow")
+    assert (done.code, done.out) == (0, "RANK 0 OF 1 []\n"), done.err
+    assert (place / "job.yaml").read_text() == text
 
 
 @pytest.mark.usefixtures("script")
