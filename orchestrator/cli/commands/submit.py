@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,12 @@ yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask whether 
 SCRIPT_ARGUMENTS = "orc.submit.arguments"  # of click's context: the words behind `--`
 
 
+def _unknown_after_script(words: Sequence[str], option: str) -> int:
+    """Return the place of the unknown *option* where it stands after a script; 0 elsewhere."""
+    script = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
+    return next((place for place in range(script + 1, len(words)) if words[place].startswith(option)), 0)
+
+
 class _Submit(click.Command):
     """Command that leaves the words behind ``--`` to the script."""
 
@@ -73,7 +80,14 @@ class _Submit(click.Command):
         """Parse what stands before ``--``."""
         end = args.index("--") if "--" in args else len(args)
         ctx.meta[SCRIPT_ARGUMENTS] = args[end + 1 :] if end < len(args) else None
-        return super().parse_args(ctx, args[:end])
+        try:
+            return super().parse_args(ctx, args[:end])
+        except click.NoSuchOption as error:
+            if after := _unknown_after_script(args[:end], error.option_name):
+                line = shlex.join([*args[:after], "--", *args[after:end], *args[end + 1 :]])
+                what = f"No such option {error.option_name!r}; arguments of the script stand behind `--`"
+                raise click.UsageError(f"{what}: {ctx.command_path} {line}", ctx) from None
+            raise
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         """Return the words of the usage line."""

@@ -127,3 +127,19 @@ def test_any_text_is_an_argument_and_is_kept(orc: Run) -> None:
     assert shown.code == 0, shown.err
     assert load_job("job.yaml").spec.args == tuple(words)
     assert load_job("train.py", [f"args={_yaml_list(words)}"]).spec.args == tuple(words)
+
+
+@pytest.mark.usefixtures("script")
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("train.py --lr 0.1", "orc submit train.py -- --lr 0.1"),
+        ("train.py --nodes 2 --lr=0.1 --yes", "orc submit train.py --nodes 2 -- --lr=0.1 --yes"),
+        ("train.py -x1 -- more", "orc submit train.py -- -x1 more"),
+    ],
+)
+def test_an_argument_of_the_script_among_the_options_is_told_its_place(orc: Run, words: str, line: str) -> None:
+    done = orc("submit", *words.split())
+    assert done.code == 2
+    assert f"arguments of the script stand behind `--`: {line}\n" in done.err
+    assert "behind" not in orc("submit", "--lr", "0.1", "train.py").err
