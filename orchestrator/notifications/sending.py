@@ -37,8 +37,8 @@ def post(target: Target, body: bytes, headers: Mapping[str, str]) -> None:
     try:
         import httpx
     except ModuleNotFoundError:
-        what = "notifications are posted with httpx, which is not installed here"
-        raise Undeliverable(what, where=target.shown, hint="pip install 'orc-launch[client]'") from None
+        what = "notifications are posted with httpx, which is not installed here: pip install 'orc-launch[client]'"
+        raise Undelivered(what) from None  # another process that passes may have it
     url, pinned, host = target.url, dict[str, str](), ""
     if target.limited and not target.plain:
         url, pinned, host = _pinned(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -310,6 +311,13 @@ def test_a_name_that_leads_inside_among_others_is_not_posted_to(before, private,
         with pytest.raises(Undeliverable, match="is at no public address"):
             post(target, b"{}", {})
         assert not sent.called
+
+
+def test_a_missing_library_leaves_the_delivery_to_a_process_that_has_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    target = target_of("webhook:https://hooks.example.org/x", Settings(), Policy(), known)
+    with pytest.raises(Undelivered, match=r"httpx, which is not installed here: pip install 'orc-launch\[client\]'"):
+        post(target, b"{}", {})
 
 
 @pytest.mark.parametrize("first", ["93.184.216.34", "2606:2800:220:1::1"])
