@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.findings import Finding
+    from orc.launchers.spec.clusters import Cluster
 
 FREE_WARNING, FREE_ERROR = 5 * 1000**3, 200 * 1000**2  # bytes
 
@@ -48,12 +49,12 @@ class Kind:
         return {"kind": self.name, "works": self.works, "what": self.what}
 
 
-# Of each kind: the module that the machine needs, and the extra of orc that brings it.
+# Of each kind: the modules that the machine needs, and the extras of orc that bring them.
 _MODULES = {
-    "local": ("torch", "runtime"),
-    "sagemaker": ("boto3", "aws"),
-    "ssh": ("fabric", "ssh"),
-    "tpu": ("google.cloud.tpu_v2", "gcp"),
+    "local": {"torch": "runtime"},
+    "sagemaker": {"boto3": "aws"},
+    "ssh": {"fabric": "ssh"},
+    "tpu": {"google.cloud.tpu_v2": "gcp", "fabric": "ssh"},
 }
 
 
@@ -64,21 +65,38 @@ def kinds() -> Iterator[Kind]:
     from orc.launchers.spec.clusters import read_clusters
 
     try:
-        clusters = read_clusters()[0]
+        clusters, wrong = read_clusters()
+        has_mistakes = bool(wrong)
     except LaunchError:
-        clusters = {}  # what is wrong with the file is among the checks
+        clusters, has_mistakes = {}, True  # what is wrong with the file is among the checks
     for kind in BACKENDS.kinds():
-        module, extra = _MODULES.get(kind, ("", ""))
-        if module and not _is_installed(module):
-            yield Kind(kind, False, f"{module} is not installed here: pip install 'orc-launch[{extra}]'")
-        elif kind == "slurm" and not shutil.which("sbatch") and not _is_installed("fabric"):
-            yield Kind(kind, False, "no sbatch here; for a login node over SSH: pip install 'orc-launch[ssh]'")
+        missing = {module: extra for module, extra in _MODULES.get(kind, {}).items() if not _is_installed(module)}
+        of_kind = {name: cluster for name, cluster in clusters.items() if cluster.kind == kind}
+        if missing:
+            extras = f"pip install 'orc-launch[{','.join(missing.values())}]'"
+            yield Kind(
+                kind, False, f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed here: {extras}"
+            )
+        elif kind == "slurm" and (lack := _missing_for_slurm(of_kind.values())):
+            yield Kind(kind, False, lack)
         elif kind == "local":
             yield Kind(kind, True, _devices())
-        elif names := [name for name, cluster in clusters.items() if cluster.kind == kind]:
-            yield Kind(kind, True, f"{', '.join(names)}; `orc clusters check {names[0]}` asks it")
+        elif of_kind:
+            yield Kind(kind, True, f"{', '.join(of_kind)}; `orc clusters check {next(iter(of_kind))}` asks it")
+        elif has_mistakes:
+            yield Kind(kind, True, "no such cluster, and clusters.yaml has mistakes: see below")
         else:
             yield Kind(kind, True, f"no such cluster in clusters.yaml; {_first_entry(kind)}")
+
+
+def _missing_for_slurm(clusters: Collection[Cluster]) -> str:
+    """Return what is missing for every one of *clusters*, or for any there could be; empty where one can be used."""
+    logins = {bool(cluster.options.get("login")) for cluster in clusters} or {True, False}
+    if (True in logins and _is_installed("fabric")) or (False in logins and shutil.which("sbatch")):
+        return ""
+    if False not in logins:
+        return "fabric is not installed here: pip install 'orc-launch[ssh]'"
+    return "no sbatch here; for a login node over SSH: pip install 'orc-launch[ssh]'"
 
 
 def _first_entry(kind: str) -> str:

@@ -56,6 +56,34 @@ def test_the_doctor_says_in_a_line_of_each_kind_what_works_here(
     assert lines[5:] == ["", "1 check, nothing wrong; `orc doctor --all` shows each"]
 
 
+@pytest.mark.parametrize(
+    ("clusters", "installed", "kind", "said"),
+    [
+        ("{}", "google.cloud.tpu_v2", "tpu", (False, "fabric is not installed here: pip install 'orc-launch[ssh]'")),
+        (
+            "{}",
+            "",
+            "tpu",
+            (False, "google.cloud.tpu_v2, fabric are not installed here: pip install 'orc-launch[gcp,ssh]'"),
+        ),
+        ("a: {kind: slurm, options: {login: x}}", "", "slurm", (False, "fabric is not installed here: pip install")),
+        ("a: {kind: slurm, options: {login: x}}", "fabric", "slurm", (True, "a; `orc clusters check a` asks it")),
+        ("{a: {kind: slurm, options: {login: x}}, b: {kind: slurm}}", "", "slurm", (True, "a, b; `orc clusters")),
+        ("a: {kind: ssh, rot: /orc}", "fabric", "ssh", (True, "clusters.yaml has mistakes: see below")),
+        ("[]", "fabric", "ssh", (True, "clusters.yaml has mistakes: see below")),
+    ],
+)
+def test_the_doctor_knows_what_each_kind_and_its_entries_need(
+    orc_home: Path, monkeypatch: pytest.MonkeyPatch, clusters: str, installed: str, kind: str, said: tuple[bool, str]
+) -> None:
+    monkeypatch.setattr(doctor, "_is_installed", lambda module: module in ("torch", installed))
+    monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}")
+    (orc_home / "config").mkdir(parents=True)
+    (orc_home / "config" / "clusters.yaml").write_text(clusters)
+    line = next(line for line in doctor.kinds() if line.name == kind)
+    assert (line.works, said[1] in line.what) == (said[0], True), line
+
+
 def test_the_doctor_counts_snapshots_of_no_job(orc: Run, job_file: JobFile) -> None:
     assert orc("submit", job_file("name: x\ncommand: 'true'\nsecrets: [NOT_SET]\n")).code == 2
     assert "2 in " in orc("doctor", "--all").out
