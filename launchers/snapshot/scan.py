@@ -248,7 +248,7 @@ _NAMED = re.compile(
         \.env(?:\.(?!(?:example|sample|template|dist|defaults?)$)[^/]+)?
         | id_(?:rsa|dsa|ecdsa|ed25519)(?:_sk)? | [._]netrc | \.pgpass | \.git-credentials | \.pypirc | \.htpasswd
         | \.aws/credentials | \.kube/config | \.docker/config\.json
-        | [^/]+\.(?:p12|pfx|jks|keystore|kdbx|ppk)
+        | [^/]+\.(?:p12|pfx|jks|keystore|kdbx|ppk|token)
     )$""",
     re.VERBOSE,
 )

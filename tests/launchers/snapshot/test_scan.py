@@ -97,6 +97,7 @@ _KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\n"
         ("my-service-account.json", '{"private_key": "-----BEGIN PRIVATE KEY-----"}'),
         (".aws/credentials", ""),
         ("store.p12", ""),
+        ("ada.token", ""),
     ],
 )
 def test_files_with_credentials_are_named(plain: Path, name: str, content: str) -> None:

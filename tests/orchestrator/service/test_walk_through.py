@@ -18,8 +18,9 @@ PAGES = {
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_walk_through_works(name: str, tmp_path: Path, orc_home: Path) -> None:
+def test_the_walk_through_works(name: str, tmp_path: Path, orc_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, words = PAGES[name]
+    monkeypatch.setenv("HOME", str(orc_home))
     page = ExecutedPage(text, tmp_path)
     page.write_files(orc_home / "config")
     start, *others = page.commands
@@ -34,3 +35,5 @@ def test_the_walk_through_works(name: str, tmp_path: Path, orc_home: Path) -> No
         assert httpx.get(f"{url}/api/v1/jobs").status_code == 401
     said = page.check(port)
     assert [word for word in words if word not in said] == []
+    assert (orc_home / ".ada.token").stat().st_mode & 0o077 == 0
+    assert "looks like credentials" not in said
