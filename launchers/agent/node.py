@@ -125,7 +125,7 @@ class Node(Supervisor):
                 if gpu_count() != 0:
                     from orc.launchers.agent.gpu_errors import GpuErrors
 
-                    self.gpu_errors = GpuErrors(self.dir)
+                    self.gpu_errors = GpuErrors(self.dir, {**os.environ, **self.config.env, **self.own_env})
                 values, env = launch_environment(self, *where)
                 if start_services(self, values, env):
                     start_ranks(self, values, env)

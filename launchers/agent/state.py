@@ -314,7 +314,7 @@ class NodeState:
         """Return ``gpu_errors`` of the exit record: the errors that may be the cause of *outcome*."""
         if self.gpu_errors is None or self.superseded or outcome in ("succeeded", "cancelled", "preempted"):
             return {}
-        told = self.gpu_errors.summary(os.environ.get("PATH") or os.defpath)
+        told = self.gpu_errors.summary()
         return {"gpu_errors": told} if told else {}
 
     def exit_name(self) -> str:

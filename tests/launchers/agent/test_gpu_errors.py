@@ -37,29 +37,29 @@ def say(log: Path, *texts: str) -> None:
 
 
 def test_an_xid_is_told_when_it_happens_with_the_rank_that_has_the_gpu(kernel_log, node_dir):
-    errors = GpuErrors(str(node_dir), str(kernel_log))
+    errors = GpuErrors(str(node_dir), {}, str(kernel_log))
     assert errors.poll() == []  # what was before the job is not the job's
     say(kernel_log, "usb 1-1: new device", FELL)
     told = "GPU 0000:3b:00 of rank 3: Xid 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus"
     assert errors.poll() == [told]
     assert errors.poll() == []
-    assert errors.summary("") == told
+    assert errors.summary() == told
 
 
 def test_gpus_of_other_jobs_are_left_out_where_the_ranks_have_told_of_theirs(kernel_log, node_dir):
-    errors = GpuErrors(str(node_dir), str(kernel_log))
+    errors = GpuErrors(str(node_dir), {}, str(kernel_log))
     say(kernel_log, FAULT)
     assert errors.poll() == []
-    assert errors.summary("") == ""
+    assert errors.summary() == ""
     for record in node_dir.iterdir():
         record.unlink()
-    assert errors.summary("").startswith("GPU 0000:86:00: Xid 31, pid=4242")
+    assert errors.summary().startswith("GPU 0000:86:00: Xid 31, pid=4242")
 
 
 def test_the_first_errors_are_kept_once_each(kernel_log, node_dir):
-    errors = GpuErrors(str(node_dir), str(kernel_log))
+    errors = GpuErrors(str(node_dir), {}, str(kernel_log))
     say(kernel_log, *[FELL] * 50, *[FELL.replace("79", str(number)) for number in range(100, 150)])
-    numbers = [part.split("Xid ")[1].split(",")[0] for part in errors.summary("").split("; ")]
+    numbers = [part.split("Xid ")[1].split(",")[0] for part in errors.summary().split("; ")]
     assert numbers == ["79", "100", "101", "102"]
 
 
@@ -69,16 +69,53 @@ def test_what_the_kernel_logs_cannot_write_on_a_terminal():
     assert xids("NVRM: loading NVIDIA UNIX x86_64 Kernel Module") == []
 
 
-def test_without_the_kernels_log_the_counters_say_which_gpu_has_lost_memory(tmp_path, node_dir, nvidia_smi):
-    nvidia_smi("00000000:1B:00.0, 0\n00000000:3B:00.0, 2\n00000000:86:00.0, 7\n00000000:87:00.0, [N/A]\n")
-    errors = GpuErrors(str(node_dir), str(tmp_path / "no log"))
+LISTED = """\
+00000000:1B:00.0, 0, GPU-aaaa-1, {}
+00000000:3B:00.0, 1, GPU-bbbb-1, {}
+00000000:86:00.0, 2, GPU-cccc-1, {}
+00000000:87:00.0, 3, GPU-dddd-1, [N/A]
+"""
+
+
+def test_without_the_kernels_log_the_counters_say_which_gpu_has_lost_memory_since_the_start(
+    tmp_path, node_dir, nvidia_smi
+):
+    env = {"PATH": str(tmp_path / "nvidia")}
+    nvidia_smi(LISTED.format(3, 5, 0))
+    errors = GpuErrors(str(node_dir), env, str(tmp_path / "no log"))
     assert errors.poll() == []
-    assert errors.summary(str(tmp_path / "nvidia")) == (
-        "GPU 00000000:3B:00.0 of rank 3: 2 uncorrected memory errors since its driver was loaded"
-    )
-    assert errors.summary(str(tmp_path / "nothing")) == ""
+    assert errors.summary() == ""
+    nvidia_smi(LISTED.format(3, 7, 7))
+    told = "2 uncorrected memory errors since the ranks were started"
+    assert errors.summary() == f"GPU 00000000:3B:00.0 of rank 3: {told}"
     (tmp_path / "nvidia/nvidia-smi").write_text("#!/no/such/interpreter\n")
-    assert errors.summary(str(tmp_path / "nvidia")).startswith("nvidia-smi: ")
+    assert errors.summary().startswith("nvidia-smi: ")
+    broken = GpuErrors(str(node_dir), env, str(tmp_path / "no log"))
+    nvidia_smi(LISTED.format(3, 7, 7))
+    assert broken.summary() == ""  # how much of it is the job's cannot be told
+
+
+@pytest.mark.parametrize(
+    ("shown", "named"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "1,2"}, ["3B", "86"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-cccc"}, ["86"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-1"}, ["1B", "3B", "86"]),
+        ({}, ["1B", "3B", "86"]),
+    ],
+)
+def test_gpus_that_the_job_was_not_given_are_left_out_where_no_rank_has_told_of_its_own(
+    tmp_path, kernel_log, nvidia_smi, shown, named
+):
+    env = {"PATH": str(tmp_path / "nvidia"), **shown}
+    nvidia_smi(LISTED.format(0, 0, 0))
+    counted = GpuErrors(str(tmp_path), env, str(tmp_path / "no log"))
+    logged = GpuErrors(str(tmp_path), env, str(kernel_log))
+    nvidia_smi(LISTED.format(1, 1, 1))
+    say(kernel_log, *(f"NVRM: Xid (PCI:0000:{bus}:00): 79, gone" for bus in ("1b", "3b", "86")))
+    assert [part.split(":")[1] for part in counted.summary().split("; ") if part] == named
+    assert [line.split(":")[1].upper() for line in logged.poll()] == named
 
 
 def test_the_exit_record_and_the_verdict_of_a_crash_name_the_gpu(attempt, tmp_path):
