@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import BackendError, LaunchError
 from orc.launchers.findings import Finding
+from orc.launchers.hosts.promised_speed import PCI_EXPRESS
 from orc.launchers.remote.programs import Program
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ TIMEOUT_S = 120.0
 SLOW_NETWORK, SLOW_COMPUTE = 0.5, 0.4
 # Of what the hardware promises: less is no matter of protocols, which take up to half.
 BROKEN = 0.3
+# Over PCI Express between two sockets, or without peer-to-peer access, GPUs go through the memory of the host.
+BROKEN_PCI_EXPRESS = 0.1
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,9 @@ def find_broken_promises(speeds: Sequence[HostSpeed]) -> list[Finding]:
             ("its GPUs reduce", speed.node_mb_s, speed.node_promised, links),
             ("it sends", speed.best_mb_s or None, speed.promised, card),
         ):
-            if measured is not None and promised is not None and measured < BROKEN * promised[1]:
+            if measured is None or promised is None:
+                continue
+            if measured < (BROKEN_PCI_EXPRESS if promised[0] == PCI_EXPRESS else BROKEN) * promised[1]:
                 what = f"{whose} at {measured / 1000:.1f} GB/s, where {promised[0]} promises {promised[1] / 1000:.0f}"
                 more = f"{hint} there, and what a job with NCCL_DEBUG=INFO says of its transports."
                 found.append(Finding("warning", what, speed.name, more))

@@ -7,6 +7,7 @@ import re
 import subprocess
 
 ANSWER_S = 20.0
+PCI_EXPRESS = "PCI Express"
 _LANE_MB_S = {1: 250, 2: 500, 3: 985, 4: 1969, 5: 3938, 6: 7563}  # of PCI Express, by generation
 _LINK = re.compile(r"Link \d+: ([\d.]+) GB/s")
 
@@ -28,7 +29,7 @@ def between_gpus() -> tuple[str, float] | None:
         if generation.isdigit() and lanes.isdigit():
             speeds.append(float(_LANE_MB_S.get(int(generation), 0) * int(lanes)))
     slowest = min(speeds, default=0.0)
-    return ("PCI Express", slowest) if slowest else None
+    return (PCI_EXPRESS, slowest) if slowest else None
 
 
 def joined_by_nvlink(matrix: str) -> bool:
@@ -42,10 +43,11 @@ def joined_by_nvlink(matrix: str) -> bool:
 
 def to_other_hosts(interface: str, system: str = "/sys") -> tuple[str, float] | None:
     """Return what NCCL uses between hosts, and its MB/s: the fastest InfiniBand (or RoCE) port that is up, else
-    *interface*; `None` where the system does not say.
+    *interface*; `None` where the system does not say. With NCCL_IB_DISABLE=1 it uses no such port.
     """
     ports: dict[str, float] = {}
-    for card in _names(f"{system}/class/infiniband"):
+    disabled = os.environ.get("NCCL_IB_DISABLE", "0") not in ("", "0")
+    for card in [] if disabled else _names(f"{system}/class/infiniband"):
         for port in _names(f"{system}/class/infiniband/{card}/ports"):
             place = f"{system}/class/infiniband/{card}/ports/{port}"
             rate = re.match(r"([\d.]+) Gb/sec", _read(f"{place}/rate"))

@@ -188,6 +188,12 @@ def test_a_host_that_is_far_below_what_its_hardware_promises_is_named_even_alone
     ]
 
 
+def test_gpus_that_talk_through_the_memory_of_their_host_over_pci_express_are_sound() -> None:
+    two_sockets = HostSpeed("a", 50.0, 20e3, 21e3, 9e5, 7e3, ("PCI Express", 31.5e3))
+    ill = HostSpeed("b", 50.0, 20e3, 21e3, 9e5, 3e3, ("PCI Express", 31.5e3))
+    assert [finding.where for finding in all_reduce.find_broken_promises([two_sockets, ill])] == ["b"]
+
+
 SMI = """#!/bin/sh
 case "$1" in
   nvlink) cat "{place}/nvlink" ;;
@@ -224,7 +230,10 @@ def test_nvlink_promises_where_it_joins_every_two_gpus_and_else_pci_express(
     assert between_gpus() == ("PCI Express", 16 * 1969.0)
 
 
-def test_the_network_promises_what_its_fastest_port_that_is_up_has(tmp_path: Path) -> None:
+def test_the_network_promises_what_its_fastest_port_that_is_up_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_IB_DISABLE", raising=False)
     assert to_other_hosts("eth0", str(tmp_path)) is None
     (tmp_path / "class/net/eth0").mkdir(parents=True)
     (tmp_path / "class/net/eth0/speed").write_text("-1\n")  # of a virtual machine
@@ -237,3 +246,5 @@ def test_the_network_promises_what_its_fastest_port_that_is_up_has(tmp_path: Pat
         (port / "rate").write_text(rate + "\n")
         (port / "state").write_text(state + "\n")
     assert to_other_hosts("eth0", str(tmp_path)) == ("mlx5_0", 50000.0)
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    assert to_other_hosts("eth0", str(tmp_path)) == ("eth0", 3125.0)
