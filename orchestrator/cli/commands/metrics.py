@@ -129,6 +129,7 @@ def _last(lines: Sequence[Line], name: str) -> str:
 
 def _nothing(client: JobsClient, job_id: str) -> Exception:
     from orc.launchers.errors import LaunchError
+    from orc.orchestrator.cli.ui import jobtext
 
     view = client.job(job_id)
     hint = (
@@ -136,7 +137,7 @@ def _nothing(client: JobsClient, job_id: str) -> Exception:
     )
     if not view.ended:
         hint = f"`orc metrics -f {job_id}` waits for them; " + hint
-    return LaunchError(f"the job has measured nothing so far ({view.state})", where=job_id, hint=hint)
+    return LaunchError(f"the job has measured nothing so far: {jobtext.headline(view)}", where=job_id, hint=hint)
 
 
 def _refuse_unknown(wanted: Sequence[str], lines: Sequence[Line], job_id: str) -> None:

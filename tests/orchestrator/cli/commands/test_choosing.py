@@ -25,7 +25,7 @@ def test_verbs_of_other_tools_are_answered_and_do_nothing(orc: Run, orc_home: Pa
         "ps": "`orc list`",
         "kill": "`orc cancel JOB`",
         "squeue": "`orc list`",
-        "run": "`orc submit",
+        "sbatch": "`orc submit",
     }.items():
         result = orc(verb, "x")
         assert result.code == 2

@@ -83,6 +83,17 @@ def test_a_list_on_a_narrow_terminal_shows_the_exception_of_a_failed_job(orc: Ru
     assert "  ValueError: 1" in _on_a_terminal("list")[1]
 
 
+def test_a_command_that_names_a_failed_job_adds_its_exception(orc: Run, job_file: JobFile) -> None:
+    job = job_file("name: bad\ncommand: [python3, -c, 'raise ValueError(1)']\nlauncher: python\n")
+    followed = orc("submit", job, "--follow").err
+    told = {
+        words: orc(*words.split()) for words in ("list", "status @last", "events @last", "wait @last", "cancel @last")
+    }
+    told |= {words: orc(*words.split()) for words in ("stacks @last", "metrics @last")}
+    said = {"submit": followed, **{words: done.out + done.err for words, done in told.items()}}
+    assert [words for words, text in said.items() if "ValueError: 1 (rank 0 on " not in text] == []
+
+
 class Due(threading.Timer):
     """A timer whose time has come as soon as it starts: the command has been silent for long enough."""
 
