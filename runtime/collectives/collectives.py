@@ -65,30 +65,25 @@ def gather(tensor: Any, *, ctx: RunContext | None = None) -> Any:
     key = key_of(leaves)
     alone = _in_band(key, ctx)
     sent = None if alone is None else pack(alone, leaves)
-    ranks = ctx.world_size
-
-    def gathered(leaves: list[Tensor], rows: Tensor | None = None) -> list[Any]:
-        out: list[Any] = [None] * len(leaves)
-        with torch.no_grad():
-            for layout in layouts(key):
-                if layout.size:
-                    if layout is alone and rows is not None:
-                        everything = rows.contiguous().view(-1)
-                    else:
-                        payload = pack(layout, leaves)
-                        everything = payload.new_empty(ranks * layout.size)
-                        all_gather_flat(everything, payload, group)
-                    unpack_gathered(layout, everything, ranks, out)
-                for index in layout.empty:
-                    out[index] = leaves[index].new_empty(joined(leaves[index].shape, ranks))
-                for index in layout.large:
-                    out[index] = _gather_large(leaves[index], ranks, group)
-        return out
-
-    rows = verify.agree_or_begin("gather", tensor, (outline(spec), shapes_of(key)), ctx, sent, key, gathered)
+    rows = verify.agree("gather", tensor, (outline(spec), shapes_of(key)), ctx, sent)
     if (carrier := ctx.compute.collectives) is not None:
         return unflatten(spec, carried(ctx, leaves, carrier.gather, _gather))
-    return unflatten(spec, gathered(leaves, rows))
+    out: list[Any] = [None] * len(leaves)
+    with torch.no_grad():
+        for layout in layouts(key):
+            if layout.size:
+                if layout is alone:
+                    everything = rows.contiguous().view(-1)
+                else:
+                    payload = pack(layout, leaves)
+                    everything = payload.new_empty(ctx.world_size * layout.size)
+                    all_gather_flat(everything, payload, group)
+                unpack_gathered(layout, everything, ctx.world_size, out)
+            for index in layout.empty:
+                out[index] = leaves[index].new_empty(joined(leaves[index].shape, ctx.world_size))
+            for index in layout.large:
+                out[index] = _gather_large(leaves[index], ctx.world_size, group)
+    return unflatten(spec, out)
 
 
 def _in_band(key: Any, ctx: RunContext) -> Layout | None:
@@ -141,26 +136,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, ctx: Run
     if alone is not None and alone.size * ctx.world_size > SMALL_BYTES:
         alone = None  # a ring moves less
     sent = None if alone is None else pack(alone, leaves)
-    mean, ranks = reduction == "mean", ctx.world_size
-
-    def reduced(leaves: list[Tensor], rows: Tensor | None = None) -> list[Any]:
-        out: list[Any] = list(leaves)
-        with torch.no_grad():
-            for layout in layouts(key):
-                for part in layout.parts:
-                    if layout is alone and rows is not None:
-                        total = _sum_here(part, rows)
-                    else:
-                        flat = flatten_part(part, leaves)
-                        # A single tensor is not copied by flattening.
-                        total = _sum(flat.clone() if len(part.members) == 1 else flat, group)
-                    unflatten_part(part, _divided(total, ranks) if mean else total, out)
-                for index in layout.large:
-                    total = _sum_large(leaves[index].detach(), group)
-                    out[index] = _divided(total, ranks) if mean else total
-        return out
-
-    rows = verify.agree_or_begin("reduce", tensor, (outline(spec), shapes_of(key)), ctx, sent, key, reduced)
+    rows = verify.agree("reduce", tensor, (outline(spec), shapes_of(key)), ctx, sent)
     if (carrier := ctx.compute.collectives) is not None:
         return unflatten(
             spec,
@@ -171,7 +147,21 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, ctx: Run
                 lambda some, plain: reduce(some, reduction, ctx=plain),
             ),
         )
-    return unflatten(spec, reduced(leaves, rows))
+    out: list[Any] = list(leaves)
+    with torch.no_grad():
+        for layout in layouts(key):
+            for part in layout.parts:
+                if layout is alone:
+                    total = _sum_here(part, rows)
+                else:
+                    flat = flatten_part(part, leaves)
+                    # A single tensor is not copied by flattening.
+                    total = _sum(flat.clone() if len(part.members) == 1 else flat, group)
+                unflatten_part(part, _divided(total, ctx.world_size) if reduction == "mean" else total, out)
+            for index in layout.large:
+                total = _sum_large(leaves[index].detach(), group)
+                out[index] = _divided(total, ctx.world_size) if reduction == "mean" else total
+    return unflatten(spec, out)
 
 
 def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

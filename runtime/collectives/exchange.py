@@ -66,8 +66,8 @@ def exchange(ctx: RunContext, what: str, mark: int, payload: Tensor | None = Non
         capacity = _capacity[ctx] = -(-length // 256) * 256
 
 
-def all_gather_flat(result: Tensor, mine: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
-    """*mine* of all processes, one behind the other, in *result*; with *async_op* later, and what can be waited for."""
+def all_gather_flat(result: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
+    """*mine* of all processes, one behind the other, in *result*."""
     # torch 2.13 renamed it and warns about the name that earlier releases have.
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    return getattr(dist, name)(result, mine, group, async_op=async_op)
+    getattr(dist, name)(result, mine, group)

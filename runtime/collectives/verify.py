@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from orc.runtime.collectives.ahead import Call, History, history_of
 from orc.runtime.collectives.exchange import exchange, fingerprint
 from orc.runtime.collectives.objects import all_gather_pickled
 from orc.runtime.collectives.tree import elements, recursively_apply
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import DistributedOperationException
-
-if TYPE_CHECKING:
-    from orc.runtime.collectives.packing import Key
 
 # One element of an operand: its path, its shape with sizes that may differ masked, its dtype.
 _Element = tuple[str, tuple[int | None, ...], str]
@@ -32,59 +27,9 @@ def agree(
     Raises:
         DistributedOperationException: the operands differ; on all processes.
     """
-    mark = fingerprint(operation, key)
-    if (history := history_of(ctx)) is not None:
-        _meet(history, ctx, Call(operation, (), mark, _nothing))
-    rows = _agree(operation, data, mark, ctx, payload, free_sizes)
-    if history is not None:
-        history.note(mark, None)
-    return rows
-
-
-def agree_or_begin(
-    operation: str,
-    data: Any,
-    key: Any,
-    ctx: RunContext,
-    payload: Tensor | None,
-    leaves: Key,
-    perform: Callable[[list[Tensor]], Any],
-) -> Tensor | None:
-    """`agree`; `None` where the collective begins without that, see `orc.runtime.collectives.ahead`.
-
-    Args:
-        operation, data, key, ctx, payload: of `agree`.
-        leaves: the key of the tensors of this process.
-        perform: makes the collective with any tensors of that key.
-    """
-    history = history_of(ctx)
-    if history is None:
-        return agree(operation, data, key, ctx, payload)
-    # Tensors of another kind of device travel another way.
-    mark = fingerprint(operation, (key, tuple([device.type for _, _, device in leaves])))
-    call = Call(operation, leaves, mark, perform)
-    if _meet(history, ctx, call):
-        return None
-    rows = _agree(operation, data, mark, ctx, payload, False)
-    history.note(mark, call)
-    return rows
-
-
-def _meet(history: History, ctx: RunContext, call: Call) -> bool:
-    """Return whether *call* begins without a meeting; see `History.begins`."""
-    history.look_back()
-    expected = history.expected()
-    return expected is not None and history.begins(ctx, call, expected)
-
-
-def _nothing(leaves: list[Tensor]) -> None:
-    """What is never begun ahead."""
-
-
-def _agree(operation: str, data: Any, mark: int, ctx: RunContext, payload: Tensor | None, free_sizes: bool) -> Tensor:
     if ctx.debug:
         same(operation, data, ctx, free_sizes=free_sizes)
-    rows = exchange(ctx, operation, mark, payload)
+    rows = exchange(ctx, operation, fingerprint(operation, key), payload)
     if rows is None:
         same(operation, data, ctx, free_sizes=free_sizes)
         raise DistributedOperationException(f"orc.runtime.{operation}: the processes pass operands that differ")

@@ -336,7 +336,8 @@ class DataLoaderAdapter:
         part, device = self.part, self.device
         if device is None or device.type == "cpu":
             return None, part
-        non_blocking = self.non_blocking or bool(getattr(self, "pin_memory", False))
+        pinned = device.type == "cuda" and bool(getattr(self, "pin_memory", False))  # elsewhere it is without effect
+        non_blocking = self.non_blocking or pinned
         if device.type == "cuda" and self.prefetch_to_device:
             lane = self.lane = self.lane or Lane(device, waits=not non_blocking)
             return lambda batch: lane.start(batch if part is None else part(batch)), lane.receive

@@ -12,11 +12,12 @@ from torch import Tensor
 from orc.runtime.collectives.tree import elements, send_to_device
 
 
-@dataclass(frozen=True)
+@dataclass
 class Arriving:
     """A batch on its way: its *content* on the device, and the event after its last copy.
 
-    Without an event nothing was copied: the content is where it was given.
+    Without an event nothing was copied: the content is where it was given. Whoever receives it takes the content, so
+    that memory which the loop lets go of is free although iterators still have this.
     """
 
     content: Any
@@ -54,15 +55,16 @@ class Lane:
 
     def receive(self, arriving: Arriving) -> Any:
         """Return the batch, for use on the current stream, which waits for it."""
+        content, arriving.content = arriving.content, None
         if arriving.arrived is None:
             # An object with a `to` of its own: nobody could record its tensors on the stream that uses them.
-            return send_to_device(arriving.content, self._device, not self._waits)
+            return send_to_device(content, self._device, not self._waits)
         stream = self._cuda.current_stream(self._device)
         stream.wait_event(arriving.arrived)
-        for _, leaf in elements(arriving.content):
-            if isinstance(leaf, Tensor):
+        for _, leaf in elements(content):
+            if isinstance(leaf, Tensor) and leaf.device.type != "cpu":  # a PackedSequence leaves its sizes on the host
                 leaf.record_stream(stream)
-        return arriving.content
+        return content
 
 
 def _all_plain(batch: Any) -> bool:

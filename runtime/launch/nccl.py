@@ -1,4 +1,4 @@
-"""How NCCL is set up where the environment and the script leave it open: what is recorded, and when it gives up."""
+"""NCCL where the environment and the script leave it open: what it records, and when its collectives end."""
 
 from __future__ import annotations
 
@@ -20,15 +20,6 @@ def record_collectives() -> None:
         import torch._C._distributed_c10d as c10d
 
         os.environ[_NAMES[not hasattr(c10d, "_dump_fr_trace_json")]] = _RECORDED
-
-
-def keep_nccl_timeout(group: ProcessGroup | None, device: torch.device) -> None:
-    """Give NCCL its own time-out in *group*: beside gloo, torch gives it that of gloo, which is longer."""
-    from torch.distributed.constants import default_pg_nccl_timeout
-
-    backend = None if group is None else group._get_backend(device)
-    if backend is not None and backend.name() == "nccl" and default_pg_nccl_timeout is not None:
-        backend._set_default_timeout(default_pg_nccl_timeout)
 
 
 def collectives_end_after_s(group: ProcessGroup | None, device: torch.device) -> float | None:

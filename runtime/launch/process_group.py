@@ -21,6 +21,7 @@ from orc.runtime.core.config import resolve
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.core.parsing import switched_on
+from orc.runtime.core.timeouts import note_timeout
 from orc.runtime.launch import listening
 from orc.runtime.launch.device import (
     binds,
@@ -31,7 +32,7 @@ from orc.runtime.launch.device import (
     select_device,
 )
 from orc.runtime.launch.environment import LaunchEnvironment, detect
-from orc.runtime.launch.nccl import keep_nccl_timeout, record_collectives
+from orc.runtime.launch.nccl import record_collectives
 
 if TYPE_CHECKING:
     from orc.runtime.collectives.board import Board
@@ -165,8 +166,8 @@ def _meet(
         raise LaunchError(
             f"rank {launch.rank} of {launch.world_size} could not join its peers at {where} ({backend}): {error}"
         ) from error
-    if timeout is None and device.type == "cuda":
-        keep_nccl_timeout(dist.group.WORLD, device)
+    assert dist.group.WORLD is not None
+    note_timeout(dist.group.WORLD, timeout)
     store = _met[1] if opened_before and _met is not None else dist.distributed_c10d._get_default_store()
     _met = way, store, opened_before + 1
     _close_later()
@@ -188,6 +189,8 @@ def open_alone(device: torch.device) -> None:
     backend = process_group_backend(collective_backend(device))
     options: dict[str, Any] = {"device_id": device} if binds(device, backend) else {}
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+    assert dist.group.WORLD is not None
+    note_timeout(dist.group.WORLD, None)
     _alone = True
     _close_later()
 

@@ -43,10 +43,11 @@ class LossReader:
                 return
             assert self._host is not None
             self.value, self._travelling = self._host.item(), None
-        if self.wanted and loss.numel() == 1:
+        if self.wanted and loss.numel() == 1 and type(loss) is torch.Tensor:  # no DTensor
             self.wanted = False
             if self._host is None:
                 self._host = _pinned()
             self._host.copy_(loss.reshape(()), non_blocking=True)
             self._travelling = self._cuda.Event()
-            self._travelling.record()
+            # Copied on the stream of its own device, which may be another GPU's.
+            self._travelling.record(self._cuda.current_stream(loss.device if loss.is_cuda else None))

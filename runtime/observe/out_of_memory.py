@@ -35,9 +35,11 @@ def explain_out_of_memory(device: torch.device) -> None:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether *error*, or what it was raised for, is that of a device without memory."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
+    seen: set[int] = set()  # `raise error from error` makes a circle
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.cuda.OutOfMemoryError):
             return True
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -60,6 +61,7 @@ def allocated():
     def count():
         if ON != "cuda":
             return 0
+        gc.collect()  # models of other tests are in circles, which would go at any time
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 

@@ -8,6 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -94,6 +95,7 @@ def lock(block: torch.UntypedStorage, device: torch.device, owner: Stage) -> wea
     with torch.cuda.device(device):  # the driver would open a context on another one
         error = int(torch.cuda.cudart().cudaHostRegister(address, size, 1))  # for all devices
     if error:
+        _forget_last_error(device)
         warnings.warn(
             f"the driver does not lock {size / 2**20:.0f} MiB of host memory for checkpoints (CUDA error {error}): "
             "copies from the GPU take longer",
@@ -102,6 +104,12 @@ def lock(block: torch.UntypedStorage, device: torch.device, owner: Stage) -> wea
     unlock = weakref.finalize(owner, _unlock, None if error else address, os.getpid())
     unlock.atexit = False  # the driver may be gone by then
     return unlock
+
+
+def _forget_last_error(device: torch.device) -> None:
+    """Let the launch of a kernel see the error that the driver keeps, so that training does not."""
+    with suppress(RuntimeError):
+        torch.ones((), device=device)
 
 
 def _unlock(address: int | None, process: int) -> None:

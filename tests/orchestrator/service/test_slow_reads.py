@@ -79,7 +79,7 @@ def test_one_token_waits_for_a_bounded_number_of_answers(service: Running, held:
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         held.open.set()
         assert {answer.result(60).status_code for answer in hanging} == {200}
-    assert (reads._readers, reads._turns) == ({}, {})
+    assert (reads._readers, reads._limiters) == ({}, {})
 
 
 def test_streams_of_a_token_are_limited_by_themselves(service: Running) -> None:

@@ -13,6 +13,7 @@ import torch
 from orc.runtime import Accelerator, ProjectConfiguration
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format.manifest import read_manifest
+from orc.runtime.checkpoint.state import staging
 from orc.runtime.checkpoint.state.ownership import FILE
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.storage import durable
@@ -127,15 +128,19 @@ class Driver:
     """What locks memory for GPUs, on a machine without one: knows what is locked."""
 
     def __init__(self, monkeypatch, error=0):
-        self.error, self.locked = error, {}
+        self.error, self.locked, self.forgotten = error, {}, 0
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(staging, "_forget_last_error", self.forget)
 
     def cudaHostRegister(self, address, size, flags):
         assert flags == 1
         if not self.error:
             self.locked[address] = size
         return self.error
+
+    def forget(self, device):
+        self.forgotten += 1
 
     def cudaHostUnregister(self, address):
         del self.locked[address]
@@ -163,6 +168,7 @@ def test_memory_that_the_driver_does_not_lock_is_used_as_it_is_and_told_of_once(
         assert stage._reserve(2**20, device).data_ptr() == block.data_ptr()
     del stage
     assert not driver.locked
+    assert driver.forgotten == 1, "training would meet the error"
 
 
 FORKING = """

@@ -98,6 +98,20 @@ def test_every_tensor_of_a_nested_batch_is_recorded(taken):
     assert content["pair"].a.device == content["more"][0].device == META
 
 
+def test_a_packed_sequence_keeps_its_sizes_on_the_host(taken):
+    _, received, content = taken(torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)]))
+    assert (content.data.device, content.batch_sizes.device.type) == (META, "cpu")
+    assert received == [("computing", "waits for", "lane"), ("recorded on", "computing")]
+
+
+def test_the_way_keeps_nothing_of_a_batch_that_was_received(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    lane = Lane(META, waits=False, cuda=Cuda())
+    arriving = lane.start({"x": torch.ones(2)})
+    lane.receive(arriving)
+    assert arriving.content is None
+
+
 def test_the_host_waits_for_the_copy_alone_where_the_memory_may_be_written_to(taken):
     begun, _, _ = taken(torch.ones(2), waits=True)
     assert begun == [("copy on", "lane", True), ("event on", "lane"), ("the host waits for", "lane")]
@@ -244,3 +258,13 @@ def test_an_error_comes_after_the_batches_that_were_read_before_it():
     with pytest.raises(OSError, match="gone"):
         next(batches)
     assert list(one_ahead(iter(()), lambda batch: batch)) == []
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+def test_memory_that_is_pinned_for_cuda_alone_is_waited_for_on_the_way_to_other_devices(monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        adapter, "send_to_device", lambda batch, device, non_blocking: said.append(non_blocking) or batch
+    )
+    list(prepare_data_loader(DataLoader(range(2), pin_memory=True), device=META, put_on_device=True))
+    assert said == [False] * 2

@@ -1,5 +1,6 @@
 """Real processes, started as platforms start them: meeting, leaving without a word, and clear errors."""
 
+import contextlib
 import hashlib
 import io
 import os
@@ -278,18 +279,59 @@ def test_the_time_out_of_collectives_is_torchs_own_unless_it_is_set(setting, exp
     assert run_ranks(2, limit) == [expected] * 2
 
 
-def test_nccl_beside_gloo_keeps_its_own_time_out(monkeypatch):
+class Backend:
+    def __init__(self, name, given):
+        self.name = lambda: name
+        self._set_default_timeout = given.append
+
+
+class Group:
+    """A group of all ranks with a backend for each kind of device."""
+
+    def __init__(self, **backends):
+        self._device_types, self._backends = list(backends), backends
+
+    def _get_backend(self, device):
+        return self._backends[device]
+
+
+@contextlib.contextmanager
+def all_ranks_in(group):
+    """A block in which *group* is that of all ranks."""
+    torch.distributed.group.WORLD = group
+    try:
+        yield
+    finally:
+        torch.distributed.group.WORLD = None
+
+
+def test_nccl_beside_gloo_keeps_its_own_time_out_unless_one_is_asked_for(monkeypatch):
     from torch.distributed import constants
 
-    from orc.runtime.launch.nccl import keep_nccl_timeout
+    from orc.runtime.core import timeouts
 
-    for name, expected in (("nccl", [timedelta(minutes=10)]), ("gloo", [])):
-        given = []
-        backend = SimpleNamespace(name=lambda name=name: name, _set_default_timeout=given.append)
-        group = SimpleNamespace(_get_backend=lambda device, backend=backend: backend)
-        monkeypatch.setattr(constants, "default_pg_nccl_timeout", timedelta(minutes=10))
-        keep_nccl_timeout(group, torch.device("cuda", 0))
-        assert given == expected
+    monkeypatch.setattr(constants, "default_pg_nccl_timeout", timedelta(minutes=10))
+    for asked, of_nccl, of_gloo in (
+        (None, [timedelta(minutes=10)], []),
+        (timedelta(minutes=10), [timedelta(minutes=10)], [timedelta(minutes=10)]),  # which is not taken for a default
+        (timedelta(seconds=77), [timedelta(seconds=77)], [timedelta(seconds=77)]),
+    ):
+        nccl, gloo = [], []
+        group = Group(cuda=Backend("nccl", nccl), cpu=Backend("gloo", gloo))
+        wrapped = Group(cuda=SimpleNamespace(name=lambda: "nccl"))  # as torch does with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        with all_ranks_in(group):
+            timeouts.note_timeout(group, asked)
+            timeouts.keep_timeout([wrapped])
+            assert (nccl, gloo, timeouts.asked_timeout()) == (of_nccl, of_gloo, asked)
+
+
+def test_groups_beside_one_of_the_script_keep_torchs_defaults():
+    from orc.runtime.core import timeouts
+
+    given = []
+    with all_ranks_in(Group()):
+        timeouts.keep_timeout([Group(cuda=Backend("nccl", given))])
+    assert given == []
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,10 @@ class Cuda:
     def Event(self):
         return self
 
-    def record(self):
+    def current_stream(self, device=None):
+        return None
+
+    def record(self, stream):
         self.said.append("copy begun")
         self.done = False
 
@@ -35,6 +38,16 @@ class Cuda:
 def cuda(monkeypatch):
     monkeypatch.setattr(module, "_pinned", lambda: torch.empty(()))
     return Cuda()
+
+
+def test_a_loss_of_another_kind_of_tensor_is_left_alone(cuda):
+    class Distributed(torch.Tensor):
+        pass
+
+    reader = LossReader(cuda)
+    reader.wanted = True
+    reader.note(torch.tensor(1.0).as_subclass(Distributed))
+    assert (cuda.said, reader.wanted) == ([], True)
 
 
 def test_nothing_is_copied_unless_it_is_wanted(cuda):

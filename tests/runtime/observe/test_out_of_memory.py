@@ -95,3 +95,12 @@ def test_it_follows_the_traceback_of_an_error_about_memory_alone(gpu, monkeypatc
     sys.excepthook(ValueError, ValueError("no"), None)
     assert capsys.readouterr().err == "Traceback: no\n"
     assert not is_out_of_memory(None)
+
+
+def test_errors_that_name_each_other_as_their_cause_are_looked_through_once():
+    error, other = RuntimeError("the step failed"), ValueError("the batch")
+    error.__cause__, other.__cause__ = other, error  # as `raise error from error` does with one
+    assert not is_out_of_memory(error)
+    other.__context__ = torch.OutOfMemoryError("CUDA out of memory")
+    other.__cause__ = None
+    assert is_out_of_memory(error)
