@@ -163,7 +163,9 @@ def cancel_impossible(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
         reasons: dict[str, str] = {}
         for one, state in found:
             if why := impossible_reason([(one, state)]):
-                reasons.setdefault(one.job_id, why)
+                failed = ws.ledger.jobs([one.on_job]) if state is JobState.FAILED else []
+                said = "".join(job.reason.partition("\n")[0] for job in failed)
+                reasons.setdefault(one.job_id, f"{why}: {said}" if said else why)
         if not reasons:
             break
         changed = True

@@ -50,8 +50,9 @@ def test_files_reach_jobs_on_other_clusters_and_a_failed_pipeline_goes_on(here: 
     path.write_text(PIPELINE)
     failed = wait(here, groups.submit(here.session, load_jobs(path)))
     assert [member.job.state for member in failed.members] == ["SUCCEEDED", "FAILED", "CANCELLED"]
-    train = failed.members[1].job.id
-    assert failed.members[2].job.reason == f"{train} has failed, and this job runs only after it has succeeded"
+    train = failed.members[1].job
+    why = f"{train.id} has failed, and this job runs only after it has succeeded: {train.reason}"
+    assert (failed.members[2].job.reason, "exited with 3" in why) == (why, True)
 
     view = groups.resubmit(here.session, failed.id)
     assert view.members[0].job.id == failed.members[0].job.id  # what has succeeded is not run again
