@@ -51,6 +51,7 @@ class Kind:
 # Of each kind: the module that the machine needs, and the extra of orc that brings it.
 _MODULES = {
     "local": ("torch", "runtime"),
+    "kubernetes": ("kubernetes", "k8s"),
     "sagemaker": ("boto3", "aws"),
     "ssh": ("fabric", "ssh"),
     "tpu": ("google.cloud.tpu_v2", "gcp"),
