@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -50,14 +51,18 @@ class Api:
     def __init__(self, access: Access, where: str) -> None:
         self.access, self.where = access, where
 
+    def check_installed(self) -> None:
+        """Raise `BackendUnreachable` where the client library is missing: another process may have it."""
+        if importlib.util.find_spec("kubernetes") is None:
+            what, hint = "the Kubernetes client is not installed here", "pip install 'orc-launch[k8s]'"
+            raise BackendUnreachable(what, where=self.where, hint=hint)
+
     @cached_property
     def client(self) -> Any:
         """The library's client, with the credentials of the context or of the pod that this runs in."""
-        try:
-            from kubernetes import client, config
-        except ImportError:
-            what, hint = "the Kubernetes client is not installed", "pip install 'orc-launch[k8s]'"
-            raise BackendError(what, where=self.where, hint=hint) from None
+        self.check_installed()
+        from kubernetes import client, config
+
         try:
             if not self.access.in_cluster:
                 return config.new_client_from_config(self.access.kubeconfig, self.access.context)

@@ -80,6 +80,10 @@ class KubernetesBackend(base.Backend):
 
     # -- before the start
 
+    def check_installed(self) -> None:
+        """Raise `BackendUnreachable` where the client library is missing."""
+        self.api.check_installed()
+
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
         """``agent.json``, and the manifests that are sent."""
         options = read_job(self.options, job)
