@@ -60,10 +60,10 @@ exports: $(INSTALLED)  ## runtime/__init__.pyi from the table of public names in
 contracts: $(INSTALLED)  ## import-linter: which room may import which
 	$(BIN)/lint-imports --no-logo
 
-# Slurm, MariaDB, PostgreSQL, Chromium, Open MPI, sshd … come from apt; without root the tests that need them are skipped and say so.
+# Slurm, MariaDB, PostgreSQL, Chromium, kubectl, Open MPI, sshd … come from apt; without root the tests that need them are skipped and say so.
 testbed-packages:
 	@if [ "$$(id -u)" = 0 ]; then $(SLURM_TESTBED)/up.sh --install-only && $(HOSTS_TESTBED)/up.sh --install-only && \
-	  tests/testbed/postgres/install.sh && tests/testbed/chromium/install.sh; fi
+	  tests/testbed/postgres/install.sh && tests/testbed/chromium/install.sh && tests/testbed/kubernetes/install.sh; fi
 
 # Installs nothing: needs torch and pytest, and the checkout. GPU_PYTHON says which Python has them.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)

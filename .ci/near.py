@@ -21,7 +21,9 @@ ROOMS = ("runtime", "launchers", "orchestrator", "templates")
 SECONDS = 90.0
 MARKS = frozenset({"slurm", "hosts", "gpu"})
 # Fixtures that start a testbed; what needs Slurm or hosts is marked. Chromium starts in a second.
-TESTBEDS = frozenset({"postgres", "_sagemaker_server", "tpu_pods", "slurm_testbed", "hosts_testbed"})
+TESTBEDS = frozenset(
+    {"postgres", "_sagemaker_server", "tpu_pods", "kubernetes_testbed", "slurm_testbed", "hosts_testbed"}
+)
 
 
 def module_of(path: str) -> str:

@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 case "${1:-}" in
   demo) extras=runtime,examples what="what the demo needs" takes="about a minute" ;;
-  all) extras=dev,runtime,ssh,client,slurm,aws,gcp,service,examples,docs,programs what="what the tests need" takes="two to three minutes" ;;
+  all) extras=dev,runtime,ssh,client,slurm,aws,gcp,k8s,service,examples,docs,programs what="what the tests need" takes="two to three minutes" ;;
   *) echo "usage: $0 demo|all" >&2; exit 2 ;;
 esac
 

@@ -18,7 +18,7 @@ import pytest
 
 pytest_plugins = (
     *("slurm_testbed", "login_node", "hosts_testbed"),
-    *("postgres_testbed", "sagemaker_testbed", "tpu_testbed", "chromium_testbed"),
+    *("postgres_testbed", "sagemaker_testbed", "tpu_testbed", "chromium_testbed", "kubernetes_testbed"),
 )
 
 _HERE = Path(__file__).parent

@@ -96,7 +96,7 @@ print(json.dumps(sorted(sys.modules)))
         "psutil",
         "platformdirs",
     }
-    heavy |= {"boto3", "sagemaker", "google.cloud", "submitit", "pathspec", "importlib.metadata"}
+    heavy |= {"boto3", "kubernetes", "sagemaker", "google.cloud", "submitit", "pathspec", "importlib.metadata"}
     assert "orc.launchers.snapshot.content_store" in loaded
     assert loaded & heavy == set()
 

@@ -192,7 +192,8 @@ def _sync_directory(path: str) -> None:
 
 def write_json(path: str, data: Mapping[str, Any], *, durable: bool = True) -> None:
     """Write *data* so that readers see all of it or none; *durable* also survives a power cut."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+    # In containers that share a directory every agent has the number 1.
+    temporary = f"{path}.{os.uname().nodename}.{os.getpid()}.tmp"
     try:
         _write(temporary, data, durable=durable)
         os.rename(temporary, path)

@@ -103,7 +103,7 @@ class Cluster(FrozenModel):
     """A place where jobs can run. Without `root` its backend has a default."""
 
     name: str = Field(pattern=f"^{_NAME}$", description="Its name.")
-    kind: Name = Field(description="The backend: local, slurm, ssh, sagemaker, tpu, or one of another package.")
+    kind: Name = Field(description="The backend: local, slurm, ssh, kubernetes, sagemaker, tpu, or that of a package.")
     root: Line | None = Field(None, description="Absolute path of orc's files there.")
     python: Line | None = Field(None, description="The Python that runs agents and ranks.")
     env: Variables = Field({}, description="Environment of every rank; the job's goes over it.")

@@ -257,7 +257,7 @@ def test_an_adapter_learns_and_the_base_model_stays(start, tmp_path):
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["sagemaker", "slurm", "tpu"])
+@pytest.mark.parametrize("name", ["kubernetes", "sagemaker", "slurm", "tpu"])
 def test_the_script_for_a_platform_runs_here_too(start, name):
     on_cpu = {"ORC_USE_CPU": "1", "ORC_CHECKPOINT_DIR": "runs"}
     check(name, start(name, world=2, env=on_cpu))

@@ -20,6 +20,7 @@ from orc.orchestrator.cli.main import main
 ROOT = Path(__file__).parents[2]
 EXPECTED = re.compile(r"^Expected: (.+?) (>=|<=|=) (\S+)$", re.MULTILINE)
 PLATFORMS = [
+    ("kubernetes", "podFailurePolicy"),
     ("sagemaker", "CreateTrainingJob"),
     ("slurm", "#SBATCH --partition=gpu"),
     ("ssh", "gpu01"),

@@ -52,6 +52,7 @@ class Kind:
 # Of each kind: the modules that the machine needs, and the extras of orc that bring them.
 _MODULES = {
     "local": {"torch": "runtime"},
+    "kubernetes": {"kubernetes": "k8s"},
     "sagemaker": {"boto3": "aws"},
     "ssh": {"fabric": "ssh"},
     "tpu": {"google.cloud.tpu_v2": "gcp", "fabric": "ssh"},

@@ -52,7 +52,7 @@ def command(
     audit_older_than: float | None,
     as_json: bool,
 ) -> int:
-    """Delete what jobs have left in the cloud: TPUs that carry our marker and that no live job needs.
+    """Delete what jobs have left in the cloud: TPUs, and what orc has made on Kubernetes, that no live job needs.
 
     Everything found is shown. Exit status 1 when something could not be deleted, or a cluster did not answer or has an
     entry in clusters.yaml that cannot be used; the others are pruned all the same.

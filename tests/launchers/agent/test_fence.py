@@ -66,7 +66,7 @@ def children_of(pid: int) -> list[int]:
 @contextlib.contextmanager
 def hung_file_system(job: Attempt, pid: int) -> Iterator[None]:
     """A write of the heartbeat does not return: the agent waits in open(2), as for a server that is away."""
-    path = job.directory / "node-0" / f"heartbeat.json.{pid}.tmp"
+    path = job.directory / "node-0" / f"heartbeat.json.{os.uname().nodename}.{pid}.tmp"
     while True:
         try:
             os.mkfifo(path)

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 from hosts_testbed import USER, HostsTestbed
+from kubernetes_testbed import KubernetesTestbed
 from sagemaker_testbed import SagemakerTestbed, in_containers
 from tpu_testbed import Pods
 
@@ -34,6 +35,7 @@ BACKENDS = [
     pytest.param("ssh", marks=[pytest.mark.hosts, pytest.mark.xdist_group("hosts")]),
     pytest.param("sagemaker", marks=[pytest.mark.xdist_group("sagemaker")]),
     "toy",
+    "kubernetes",
     pytest.param("tpu", marks=[pytest.mark.hosts, pytest.mark.xdist_group("hosts")]),
 ]
 # Behind a login node only the way to Slurm is another one: these show everything that goes that way.
@@ -88,6 +90,16 @@ REPRESENTATIVE = {
         "test_a_secret_is_in_no_file_once_the_attempt_is_over",
         "test_logs_are_read_by_rank_from_a_byte_offset_and_followed",
         "test_many_attempts_are_polled_in_one_look",
+        "test_a_file_of_the_job_is_read_as_the_first_node_has_it_from_any_byte_on",
+    },
+    # Its pods share a directory, as the nodes of Slurm do: what the way there has a part in, and what pods are.
+    "kubernetes": {
+        "test_nothing_is_found_before_the_submission_and_the_attempt_after_it",
+        "test_two_submissions_at_the_same_time_run_the_job_once",
+        "test_cancelling_lets_the_ranks_save[kubernetes-torchrun]",
+        "test_all_ranks_of_two_nodes_see_who_they_are[kubernetes-python]",
+        "test_the_first_failing_rank_is_named_with_its_status_and_traceback[kubernetes-python]",
+        "test_a_secret_is_in_no_file_once_the_attempt_is_over",
         "test_a_file_of_the_job_is_read_as_the_first_node_has_it_from_any_byte_on",
     },
     # On the workers everything is as on SSH hosts: these show how a job gets there, and back.
@@ -189,6 +201,13 @@ def tpu_backend(tpu_pods: Pods) -> Iterator[Backend]:
 
 
 @pytest.fixture
+def kubernetes_backend(kubernetes_testbed: KubernetesTestbed) -> Iterator[Backend]:
+    backend = open_backend(kubernetes_testbed.cluster())
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
 def toy_backend(install_page: Callable[[str], Path], tmp_path: Path) -> Backend:
     install_page("add-a-backend")
     return open_backend(Cluster(name="bench", kind="toy", root=str(tmp_path / "toy")))
@@ -208,6 +227,9 @@ def view(backend_under_test: Backend, request: pytest.FixtureRequest) -> View:
     if backend_under_test.kind == "tpu":
         pods: Pods = request.getfixturevalue("tpu_pods")
         return lambda plan, path: [home / path.relative_to(f"/home/{USER}") for home in pods.homes(plan.marker)]
+    if backend_under_test.kind == "kubernetes":
+        testbed: KubernetesTestbed = request.getfixturevalue("kubernetes_testbed")
+        return lambda plan, path: [testbed.here(path)]
     if backend_under_test.kind != "ssh":
         return lambda plan, path: [Path(path)]
     hosts: HostsTestbed = request.getfixturevalue("hosts")

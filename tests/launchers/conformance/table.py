@@ -25,6 +25,7 @@ TITLES = {  # in the order of the columns; a backend that is not named here come
     "ssh": "ssh",
     "slurm": "slurm",
     "slurm-ssh": "slurm over SSH",
+    "kubernetes": "kubernetes",
     "sagemaker": "sagemaker",
     "tpu": "tpu",
     "toy": "toy (a package of its own)",

@@ -18,8 +18,9 @@ lab: {kind: ssh, options: {hosts: [a.invalid]}}
 hpc: {kind: slurm, root: /orc, options: {login: login.invalid}}
 pod: {kind: tpu, options: {project: demo-project, zones: [us-central2-b], accelerator_type: v4-8}}
 aws: {kind: sagemaker, options: {region: us-east-1, bucket: some-bucket, role: "arn:aws:iam::123456789012:role/r"}}
+k8s: {kind: kubernetes, root: /orc, options: {image: some-image, volumes: [{claim: shared, path: /orc}]}}
 """
-NEEDS = {"lab": "fabric", "hpc": "fabric", "pod": "google.cloud.tpu_v2", "aws": "boto3"}
+NEEDS = {"lab": "fabric", "hpc": "fabric", "pod": "google.cloud.tpu_v2", "aws": "boto3", "k8s": "kubernetes"}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def test_a_missing_library_is_said_before_anything_is_recorded(cluster: str, mon
     job = load_job("job.yaml", cluster=cluster)
     monkeypatch.setitem(sys.modules, NEEDS[cluster], None)
     with Client(reconciler=False) as client:
-        with pytest.raises(BackendUnreachable, match=r"fabric|Cloud TPU|boto3") as caught:
+        with pytest.raises(BackendUnreachable, match=r"fabric|Cloud TPU|boto3|Kubernetes") as caught:
             client.submit(job)
         assert client.jobs() == []
     assert caught.value.hint.removeprefix("Install it: ").startswith("pip install 'orc-launch[")

@@ -30,7 +30,7 @@ def toy_root(place: Path, tmp_path: Path, install_page: Callable[[str], Path], m
 
 
 def test_its_kind_is_known_beside_those_of_orc(toy_root: Path) -> None:
-    assert BACKENDS.kinds() == ["local", "sagemaker", "slurm", "ssh", "toy", "tpu"]
+    assert BACKENDS.kinds() == ["kubernetes", "local", "sagemaker", "slurm", "ssh", "toy", "tpu"]
     assert load_clusters()["bench"].kind == "toy"
 
 

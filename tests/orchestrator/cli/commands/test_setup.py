@@ -47,13 +47,15 @@ def test_the_doctor_says_in_a_line_of_each_kind_what_works_here(
     monkeypatch.setattr(doctor, "checks", lambda deep: iter([doctor.Check("python", "ok", "3.11")]))
     header, *lines = orc("doctor").out.splitlines()
     assert header.split() == ["KIND", "HERE", "CLUSTERS"]
-    assert [line.split()[:2] for line in lines[:5]] == [
+    assert [line.split()[:2] for line in lines[:6]] == [
+        ["kubernetes", "missing"],
         ["local", "works"], ["sagemaker", "missing"], ["slurm", "works"], ["ssh", "works"], ["tpu", "missing"],
     ]  # fmt: skip
-    assert "pip install 'orc-launch[aws]'" in lines[1]
-    assert "orc clusters discover slurm --login HOST" in lines[2]
-    assert "lab; `orc clusters check lab`" in lines[3]
-    assert lines[5:] == ["", "1 check, nothing wrong; `orc doctor --all` shows each"]
+    assert "pip install 'orc-launch[k8s]'" in lines[0]
+    assert "pip install 'orc-launch[aws]'" in lines[2]
+    assert "orc clusters discover slurm --login HOST" in lines[3]
+    assert "lab; `orc clusters check lab`" in lines[4]
+    assert lines[6:] == ["", "1 check, nothing wrong; `orc doctor --all` shows each"]
 
 
 @pytest.mark.parametrize(

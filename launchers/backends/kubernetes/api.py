@@ -1,0 +1,190 @@
+"""The API server of one cluster: requests as plain JSON, and every refusal in words. The client library signs in."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+from orc.launchers.errors import BackendError, BackendUnreachable
+
+if TYPE_CHECKING:
+    from orc.launchers.backends.kubernetes.options import Access
+
+TIMEOUT_S = 30.0
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+PAGE = 500  # objects of a list in one answer
+NEEDED = (
+    ("jobs", ("create", "get", "list", "delete")),
+    ("pods", ("create", "get", "list", "delete")),
+    ("pods/exec", ("create", "get")),
+    ("secrets", ("create", "get", "list", "patch", "delete")),
+    ("persistentvolumeclaims", ("get", "list")),
+    ("events", ("list",)),
+)
+ROLE = (
+    "apiVersion: rbac.authorization.k8s.io/v1\nkind: Role\nmetadata: {name: orc, namespace: %s}\nrules:\n"
+    + "\n".join(
+        f'- {{apiGroups: ["{"batch" if kind == "jobs" else ""}"], resources: [{kind}], verbs: [{", ".join(verbs)}]}}'
+        for kind, verbs in NEEDED
+    )
+)
+
+
+class ApiRefusal(BackendError):
+    """The API server has answered with an error: nothing was changed."""
+
+    code = 0
+
+
+class Uncertain(BackendUnreachable):
+    """The request was sent and no answer came: it may have had its effect."""
+
+
+class Api:
+    """The API server for one namespace. Raises `BackendUnreachable` without an answer, `ApiRefusal` for a no."""
+
+    def __init__(self, access: Access, where: str) -> None:
+        self.access, self.where = access, where
+
+    def check_installed(self) -> None:
+        """Raise `BackendUnreachable` where the client library is missing: another process may have it."""
+        if importlib.util.find_spec("kubernetes") is None:
+            what, hint = "the Kubernetes client is not installed here", "pip install 'orc-launch[k8s]'"
+            raise BackendUnreachable(what, where=self.where, hint=hint)
+
+    @cached_property
+    def client(self) -> Any:
+        """The library's client, with the credentials of the context or of the pod that this runs in."""
+        self.check_installed()
+        from kubernetes import client, config
+
+        try:
+            if not self.access.in_cluster:
+                return config.new_client_from_config(self.access.kubeconfig, self.access.context)
+            configuration = client.Configuration()
+            config.load_incluster_config(client_configuration=configuration)
+            return client.ApiClient(configuration)
+        except (config.ConfigException, OSError, ValueError) as error:
+            hint = "Check `context` and `kubeconfig` under `options:`; `kubectl config get-contexts` lists them."
+            what = f"no way to the cluster: {' '.join(str(error).split())}"
+            raise BackendError(what, where=self.where, hint=hint) from None
+
+    @cached_property
+    def namespace(self) -> str:
+        """The namespace of the options, else that of the context."""
+        if self.access.namespace:
+            return self.access.namespace
+        if self.access.in_cluster:
+            return _OWN_NAMESPACE.read_text(encoding="utf-8").strip() if _OWN_NAMESPACE.exists() else "default"
+        _ = self.client
+        from kubernetes import config
+
+        contexts, active = config.list_kube_config_contexts(self.access.kubeconfig)
+        chosen = next((each for each in contexts if each["name"] == self.access.context), active)
+        return str(chosen["context"].get("namespace") or "default")
+
+    def close(self) -> None:
+        """Close the connections."""
+        if client := self.__dict__.pop("client", None):
+            client.rest_client.pool_manager.clear()
+
+    @property
+    def host(self) -> str:
+        """The URL of the API server."""
+        return str(self.client.configuration.host).rstrip("/")
+
+    def headers(self) -> dict[str, str]:
+        """Return what says who asks; a token that has run out is renewed as the context says."""
+        settings = self.client.configuration.auth_settings().values()
+        return {each["key"]: each["value"] for each in settings if each["in"] == "header" and each["value"]}
+
+    def path(self, resource: str, name: str = "", more: str = "") -> str:
+        """Return the path of a resource of the namespace: ``jobs``, ``pods``, ..."""
+        group = "apis/batch/v1" if resource == "jobs" else "api/v1"
+        return "/".join(filter(None, (f"/{group}/namespaces/{self.namespace}", resource, name, more)))
+
+    def request(self, method: str, path: str, query: Mapping[str, Any] | None = None, body: Any = None) -> Any:
+        """Return the JSON of the answer; a *body* of text is sent as it is. `Uncertain`: it may have worked."""
+        from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError
+
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        url = self.host + path + (f"?{urlencode(query)}" if query else "")
+        headers = {**self.headers(), "accept": "application/json", "content-type": kind}
+        data = (body if isinstance(body, str) else json.dumps(body)).encode() if body is not None else None
+        pool = self.client.rest_client.pool_manager
+        try:
+            answer = pool.request(method, url, body=data, headers=headers, timeout=TIMEOUT_S, retries=False)
+        except HTTPError as error:
+            never = isinstance(error, (NewConnectionError, ConnectTimeoutError))
+            what = f"the API server does not answer: {error}"
+            raise (BackendUnreachable if never else Uncertain)(what, where=self.where) from None
+        if answer.status < 300:
+            return json.loads(answer.data)
+        raise self.refusal(answer.status, bytes(answer.data))
+
+    def refusal(self, status: int, data: bytes) -> BackendError:
+        """Return the error of an answer."""
+        try:
+            said = json.loads(data)
+            what, kind = str(said["message"]), str((said.get("details") or {}).get("kind", ""))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            what, kind = data.decode(errors="replace")[:200].strip() or f"status {status}", ""
+        if status == 429 or status >= 500:
+            return (Uncertain if status >= 500 else BackendUnreachable)(f"the API server: {what}", where=self.where)
+        hint = ""
+        if status == 401:
+            what = "the API server does not accept the credentials; the token may have run out"
+            hint = "Log in again, or correct `context` under `options:` of the cluster."
+        elif status == 403 and "exceeded quota" in what:
+            hint = "Ask for less, or wait until other jobs of the namespace have ended."
+        elif status == 403:
+            hint = f"This Role, bound to the account, is what orc needs:\n{ROLE % self.namespace}"
+        elif status == 404 and kind == "namespaces":
+            hint = "Correct `namespace` under `options:` of the cluster."
+        error = ApiRefusal(what, where=self.where, hint=hint)
+        error.code = status
+        return error
+
+    def get(self, resource: str, name: str) -> dict[str, Any] | None:
+        """Return an object; `None` when there is none."""
+        return self._unless(404, "GET", self.path(resource, name))
+
+    def create(self, resource: str, body: Mapping[str, Any] | str) -> dict[str, Any] | None:
+        """Create an object; `None` when there is one of its name."""
+        return self._unless(409, "POST", self.path(resource), body)
+
+    def delete(self, resource: str, name: str) -> None:
+        """Delete an object and what it owns; one that is not there is fine."""
+        self._unless(404, "DELETE", self.path(resource, name), {"propagationPolicy": "Background"})
+
+    def _unless(self, code: int, method: str, path: str, body: Any = None) -> dict[str, Any] | None:
+        try:
+            return dict(self.request(method, path, body=body))
+        except ApiRefusal as error:
+            if error.code != code or "`namespace`" in error.hint:
+                raise
+            return None
+
+    def items(self, resource: str, labels: str = "", path: str = "") -> Iterator[dict[str, Any]]:
+        """Yield the objects with these labels, in pages."""
+        query: dict[str, Any] = {"limit": PAGE, **({"labelSelector": labels} if labels else {})}
+        while True:
+            page = self.request("GET", path or self.path(resource), query)
+            yield from page["items"]
+            if not (follow := page["metadata"].get("continue")):
+                return
+            query["continue"] = follow
+
+    def list_cluster(self, resource: str) -> list[dict[str, Any]]:
+        """Return the objects of the whole cluster; none where the account may not list them."""
+        try:
+            return [*self.items(resource, path=f"/api/v1/{resource}")]
+        except ApiRefusal as error:
+            if error.code != 403:
+                raise
+            return []

@@ -1,0 +1,35 @@
+"""A command in a pod of an attempt, as ``kubectl exec``: ``python -m ... ACCESS plain|tty PYTHON JOB NODE WORDS...``"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from orc.launchers.backends.kubernetes.api import Api
+from orc.launchers.backends.kubernetes.manifests import ATTEMPT
+from orc.launchers.backends.kubernetes.options import Access
+from orc.launchers.backends.kubernetes.transport import PodChannel
+from orc.launchers.containers.attach import attach, attach_terminal
+from orc.launchers.errors import BackendError, LaunchError
+
+
+def main(arguments: list[str]) -> int:
+    """Do what the command line says; returns the exit status."""
+    access, mode, python, job, node, *words = arguments
+    api = Api(Access.model_validate({key: value for key, value in json.loads(access).items() if value}), f"Job {job}")
+    try:
+        labels = f"{ATTEMPT}={job},batch.kubernetes.io/job-completion-index={node}"
+        pods = [pod["metadata"]["name"] for pod in api.items("pods", labels) if pod["status"]["phase"] == "Running"]
+        if not pods:
+            raise BackendError(f"the pod of node {node} does not run", where=f"Job {job}")
+        if mode == "plain":
+            return attach(lambda command: PodChannel(api, pods[0], command), python, words)
+        channel = PodChannel(api, pods[0], words, tty=True)
+        return attach_terminal(channel, channel.resize)
+    except (LaunchError, OSError) as error:
+        print(f"orc: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
