@@ -84,7 +84,7 @@ def test_a_job_with_a_copied_environment_is_looked_into(
     shell = orc_process("ssh", job, "--node", "1", input="hostname; echo $GREETING; exit\n")
     assert shell.out.split("\n")[:2] == [second, "hello there"], shell.err
     done = orc_process("exec", job, "--node", "1", "--", "no-such-program")
-    assert (done.code, done.err) == (125, "orc: no-such-program: No such file or directory\n")
+    assert (done.code, done.err.splitlines()[-1]) == (125, "orc: no-such-program: No such file or directory")
     # What runs over there ends with the command that started it, however that ends.
     argv = [sys.executable, "-m", "orc.orchestrator.cli.main", "exec", job, "--", "sh", "-c", "echo up; sleep 777"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
