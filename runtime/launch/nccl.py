@@ -27,8 +27,8 @@ def collectives_end_after_s(group: ProcessGroup | None, device: torch.device) ->
 
     `None` where that is not known, or there is no group.
     """
-    if group is None or device.type not in ("cpu", "cuda"):
-        return None
+    if group is None or all(carried.type != device.type for carried in group._device_types):
+        return None  # a group of threads, or one of another library
     options = getattr(group._get_backend(device), "options", None)  # gloo's and NCCL's
     limit = getattr(options, "_timeout", None)
     return limit.total_seconds() if isinstance(limit, timedelta) else None
