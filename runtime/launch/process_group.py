@@ -21,7 +21,6 @@ from orc.runtime.core.config import resolve
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.core.parsing import switched_on
-from orc.runtime.core.timeouts import note_timeout
 from orc.runtime.launch import listening
 from orc.runtime.launch.device import (
     binds,
@@ -32,7 +31,6 @@ from orc.runtime.launch.device import (
     select_device,
 )
 from orc.runtime.launch.environment import LaunchEnvironment, detect
-from orc.runtime.launch.nccl import record_collectives
 
 if TYPE_CHECKING:
     from orc.runtime.collectives.board import Board
@@ -157,6 +155,8 @@ def _meet(
         options["init_method"] = init_method
     try:
         if device.type == "cuda" and "nccl" in opened:
+            from orc.runtime.launch.nccl import record_collectives
+
             record_collectives()
             options["store"] = store = options.get("store") or _store_at(options.pop("init_method"), launch, timeout)
             claim_gpu(store, launch, device)
@@ -166,11 +166,17 @@ def _meet(
         raise LaunchError(
             f"rank {launch.rank} of {launch.world_size} could not join its peers at {where} ({backend}): {error}"
         ) from error
-    assert dist.group.WORLD is not None
-    note_timeout(dist.group.WORLD, timeout)
+    _note_timeout(timeout)
     store = _met[1] if opened_before and _met is not None else dist.distributed_c10d._get_default_store()
     _met = way, store, opened_before + 1
     _close_later()
+
+
+def _note_timeout(timeout: timedelta | None) -> None:
+    from orc.runtime.core.timeouts import note_timeout  # an Accelerator of one process needs none
+
+    assert dist.group.WORLD is not None
+    note_timeout(dist.group.WORLD, timeout)
 
 
 def _store_at(init_method: str, launch: LaunchEnvironment, timeout: timedelta | None) -> dist.Store:
@@ -189,8 +195,7 @@ def open_alone(device: torch.device) -> None:
     backend = process_group_backend(collective_backend(device))
     options: dict[str, Any] = {"device_id": device} if binds(device, backend) else {}
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
-    assert dist.group.WORLD is not None
-    note_timeout(dist.group.WORLD, None)
+    _note_timeout(None)
     _alone = True
     _close_later()
 
