@@ -173,7 +173,7 @@ def file_system_hung(hosts: HostsTestbed, job: str, host: str) -> None:
 
     def in_its_way() -> bool:
         with contextlib.suppress(FileExistsError):
-            (directory / f"heartbeat.json.{lease['pid']}.tmp").hardlink_to(pipe)
+            (directory / f"heartbeat.json.{host}.{lease['pid']}.tmp").hardlink_to(pipe)
             return True
         return False
 

@@ -79,7 +79,7 @@ def hang(agent: psutil.Process, directory: Path) -> None:
 
     def in_its_way() -> bool:
         with contextlib.suppress(FileExistsError):
-            os.mkfifo(directory / "node-0" / f"heartbeat.json.{pid}.tmp")
+            os.mkfifo(directory / "node-0" / f"heartbeat.json.{os.uname().nodename}.{pid}.tmp")
             return True
         return False
 
