@@ -31,7 +31,7 @@ def make_work(tree: str, work: str) -> None:
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-            _remove(temporary)  # somebody else was faster, with the same content
+            _remove(temporary)  # another agent was faster, with the same content
     except BaseException:
         _remove(temporary)
         raise

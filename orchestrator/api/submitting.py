@@ -148,7 +148,7 @@ class Submitter:
             new = self._submission(job, trees, schedule_id, source, secrets)
             return ScheduleView.of(schedules.create(self._ws, new, **when))
 
-        # Of two requests at once the second one is told that there is a schedule of that name.
+        # Of two requests at once the second gets the error that there is a schedule of that name.
         return self._once(lambda: self._schedule(schedule_id), make, (LedgerError, SpecError))
 
     # -- one of each for one key

@@ -226,7 +226,7 @@ class LinkEndpoint(ABC):
     def on_disconnected(self, channel: Channel, why: str, by_peer: bool) -> None:
         """React to the end of a connection."""
 
-    def on_refused(self, why: str) -> None:  # noqa: B027 - the server is refused by nobody
+    def on_refused(self, why: str) -> None:  # noqa: B027 - no peer refuses the server
         """React to the server going on without this node."""
 
     @abstractmethod

@@ -138,7 +138,7 @@ class TpuBackend(Backend):
 
         Raises `NoRoom` when no zone takes it now. A TPU that the options name is used at once.
         """
-        self.check_installed()  # a TPU that nobody can start anything on costs as much
+        self.check_installed()  # a TPU costs as much while nothing can be started on it
         secrets = require_secrets(plan, secrets)
         handle = self._handle(plan)
         location = TpuLocation.parse(handle.native_id)

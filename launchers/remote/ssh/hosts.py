@@ -77,7 +77,7 @@ def ssh_argv(host: HostSpec, access: ConnectOptions, *, terminal: bool) -> tuple
     checking = "accept-new" if access.host_keys == "accept-new" else "yes"
     timeout = max(1, round(access.connect_timeout_s))
     argv += ["-o", f"StrictHostKeyChecking={checking}", "-o", f"ConnectTimeout={timeout}", "-o", "LogLevel=ERROR"]
-    # Nobody is there to answer a question, or to notice that the host has gone.
+    # No person is there to answer a question, or to notice that the host has gone.
     alone = ("BatchMode=yes", f"ServerAliveInterval={timeout}", "ServerAliveCountMax=2")
     argv += [] if terminal else [word for option in alone for word in ("-o", option)]
     argv += ["-o", f"HostName={host.address}"] if host.address else []
