@@ -100,7 +100,7 @@ def prepare(
         admission.admit(ws, tx, [job for job, _ in members], together=[group_id])
         group = groups.find(tx.connection, group_id)
         attempts = [
-            PreparedAttempt(tx.prepare(job, plan.marker, plan.digest), plan, None)
+            PreparedAttempt(plan, None, tx.prepare(job, plan.marker, plan.digest))
             for (job, _), plan in zip(members, plans, strict=True)
         ]
     return attempts, group.max_parallel if group is not None else None

@@ -172,7 +172,7 @@ def deliver(
             waiting_reason = f"refused without the hosts that failed before: {redact(error.what, secrets.values())}"
             job = steps.release_attempt(ws, jobs[0], waiting_reason)
             if job.state is JobState.PREPARED:
-                deliver(ws, [PreparedAttempt(job, plain(None), None)], snapshot, secrets, progress=progress)
+                deliver(ws, [PreparedAttempt(plain(None), None, job)], snapshot, secrets, progress=progress)
                 return
         each(steps.reject, error)
         raise Rejected(error) from error

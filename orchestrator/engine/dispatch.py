@@ -6,6 +6,7 @@ Nothing else prepares attempts, places them and sends them: neither a first subm
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.ids import AttemptId
@@ -14,7 +15,7 @@ from orc.orchestrator.engine import submission_steps as steps
 from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs, stored_spec
 from orc.orchestrator.engine.fair_share import read_head_starts
 from orc.orchestrator.engine.fault_points import fault_point
-from orc.orchestrator.engine.placement import PlacementPlanner
+from orc.orchestrator.engine.placement import PlacementPlanner, RenderedPlan
 from orc.orchestrator.engine.progress import Progress, silent
 from orc.orchestrator.engine.queueing import queue_key
 from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel
@@ -26,24 +27,22 @@ from orc.orchestrator.ledger.transaction import Transaction
 from orc.orchestrator.workspace import OutOfReach, Workspace
 
 
-def dispatch_new(ws: Workspace, jobs: Sequence[JobRecord], progress: Progress) -> PassReport:
-    """Run the part of a pass that sends over *jobs*, which this process has just enqueued and claimed.
+@dataclass(frozen=True)
+class NewJobs:
+    """What the process knows that has just enqueued and claimed the jobs that it dispatches."""
 
-    *progress* is told of each step. Those that a cluster which cannot be reached was to get have failed: whoever
-    submits them is told so, and they do not start an hour later. Raises `LedgerError`, and what a defect raises.
-    """
-    report = PassReport()
-    dispatch(ws, jobs, report, progress)
-    return report
+    progress: Progress  # told of each step
+    rendered: Mapping[str, RenderedPlan]  # by marker of the first attempt
 
 
-def dispatch(
-    ws: Workspace, jobs: Sequence[JobRecord], report: PassReport, progress: Progress | None = None
-) -> set[str]:
+def dispatch(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport, new: NewJobs | None = None) -> set[str]:
     """Dispatch those of *jobs* that are not held back, in the order of the queue; note what the others wait for.
 
     One that could not be sent although it may be (its snapshot is elsewhere, there is no room) stops nobody: those that
-    were held back while it was before them are looked at again. Returns the ids of those that are held back at the end.
+    were held back while it was before them are looked at again. *new* jobs that a cluster which cannot be reached was
+    to get have failed: whoever submits them is told so, and they do not start an hour later.
+
+    Returns the ids of those that are held back at the end. Raises `LedgerError`; of *new* jobs, what a defect raises.
     """
     tried: set[str] = set()
     held: list[tuple[JobRecord, str]] = []
@@ -59,7 +58,7 @@ def dispatch(
             if older:
                 if not job.reason.startswith("waiting for"):
                     behind.append((job, f"waiting for room: {older} is older and waits for the same hosts"))
-            elif _dispatch_batch(ws, jobs_at_once, report, progress):
+            elif _dispatch_batch(ws, jobs_at_once, report, new):
                 closed.setdefault(job.cluster, {}).update(dict.fromkeys(_candidates(ws, job), job.id))
         if not admitted or not held:
             break
@@ -138,19 +137,19 @@ def _asks_to_be_sent(job: JobRecord) -> bool:
     return job.state is JobState.QUEUED and job.cancel_requested_at is None
 
 
-def _dispatch_batch(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport, progress: Progress | None) -> bool:
+def _dispatch_batch(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport, new: NewJobs | None) -> bool:
     """Finish an interrupted submission, or make the next attempt; of several jobs, as one array.
 
-    *progress* is that of `dispatch_new`, which has claimed the jobs. True where the job waits for hosts.
+    True where the job waits for hosts.
     """
-    ids, cluster, new = [job.id for job in jobs], jobs[0].cluster, progress is not None
+    ids, cluster = [job.id for job in jobs], jobs[0].cluster
     if not new and not _claim(ws, jobs):
         return False
     try:
         # What was read before the claim may be old; what is read now stays, but for a request to cancel.
         current = jobs if new else ws.ledger.jobs(ids)
         if {job.id: job.revision for job in current} == {job.id: job.revision for job in jobs}:
-            return _dispatch_claimed(ws, current, progress or silent)
+            return _dispatch_claimed(ws, current, new or NewJobs(silent, {}))
     except LedgerError:
         raise
     except Conflict:
@@ -197,9 +196,9 @@ def _reject(ws: Workspace, jobs: Sequence[JobRecord], reason: str) -> None:
         steps.reject(ws, job, job_secrets.without_values(ws, job.id, reason))
 
 
-def _dispatch_claimed(ws: Workspace, jobs: Sequence[JobRecord], progress: Progress) -> bool:
+def _dispatch_claimed(ws: Workspace, jobs: Sequence[JobRecord], new: NewJobs) -> bool:
     if len(jobs) > 1:
-        return _send(ws, jobs, progress)
+        return _send(ws, jobs, new)
     job, attempt = jobs[0], jobs[0].attempt
     if attempt is not None and attempt.state is AttemptState.SUBMITTING:
         reason = "the submission was cut off before its result was stored"
@@ -212,10 +211,10 @@ def _dispatch_claimed(ws: Workspace, jobs: Sequence[JobRecord], progress: Progre
     if job.cancel_requested_at is not None:
         _cancel_unsent(ws, job)
         return False
-    return _send(ws, [job], progress)
+    return _send(ws, [job], new)
 
 
-def _send(ws: Workspace, jobs: Sequence[JobRecord], progress: Progress) -> bool:
+def _send(ws: Workspace, jobs: Sequence[JobRecord], new: NewJobs) -> bool:
     """Make the next attempt of a QUEUED job, or take up the one of a PREPARED job, and send it; of several, one array.
 
     True where it waits for hosts that others have, and not for those that cannot be used.
@@ -229,7 +228,8 @@ def _send(ws: Workspace, jobs: Sequence[JobRecord], progress: Progress) -> bool:
 
             reap(ws.backend_of_attempt(job.cluster, job.owner, job.attempt), job)
         number = job.number + 1 if job.state is JobState.QUEUED else job.number
-        planner = PlacementPlanner(ws, spec, snapshot, AttemptId(job.id, number), job.owner, progress)
+        attempt = AttemptId(job.id, number)
+        planner = PlacementPlanner(ws, spec, snapshot, attempt, job.owner, new.progress, new.rendered)
         if len(jobs) > 1:
             attempts, at_once = arrays.prepare(planner, jobs, secrets)
         else:
@@ -257,7 +257,7 @@ def _send(ws: Workspace, jobs: Sequence[JobRecord], progress: Progress) -> bool:
         raise delivery.Rejected(error) from error
     fault_point("prepared")
     if len(attempts) > 1:
-        delivery.deliver(ws, attempts, snapshot, secrets, at_once=at_once, progress=progress)
+        delivery.deliver(ws, attempts, snapshot, secrets, at_once=at_once, progress=new.progress)
     else:
         delivery.send(ws, planner, attempts[0], secrets)
     return False

@@ -35,21 +35,27 @@ Place = tuple[
 
 
 @dataclass(frozen=True)
-class PreparedAttempt:
-    """A PREPARED attempt, its plan, and the hosts that are kept for it."""
+class RenderedPlan:
+    """Plan of an attempt, and the hosts that it is for."""
 
-    job: JobRecord
     plan: Plan
     placement: Placement | None
 
 
-def render_anywhere(ws: Workspace, spec: JobSpec, snapshot: Snapshot, attempt: AttemptId, owner: str) -> Plan:
+def render_anywhere(ws: Workspace, spec: JobSpec, snapshot: Snapshot, attempt: AttemptId, owner: str) -> RenderedPlan:
     """Return the plan of a job of *owner* were the cluster empty. Raises `LaunchError` for what can never be sent."""
     from orc.launchers.backends.base import SupportsPlacement
 
     backend = ws.backend_of_user(spec.cluster, owner)
     placement = backend.place(spec, {}) if isinstance(backend, SupportsPlacement) else None
-    return backend.render(spec, snapshot, attempt, placement)
+    return RenderedPlan(backend.render(spec, snapshot, attempt, placement), placement)
+
+
+@dataclass(frozen=True)
+class PreparedAttempt(RenderedPlan):
+    """A PREPARED attempt, its plan, and the hosts that are kept for it."""
+
+    job: JobRecord
 
 
 @dataclass
@@ -62,6 +68,7 @@ class PlacementPlanner:
     attempt: AttemptId
     owner: str  # of the job
     progress: Progress = silent
+    rendered: Mapping[str, RenderedPlan] = field(default_factory=dict)  # by marker, what this process has rendered
     unusable: dict[str, LaunchError] = field(default_factory=dict)  # hosts that cannot be used just now, and why
     _place_in_queue: Place = (0.0, 0, "", "")
     _excluded: tuple[str, ...] = ()  # by the doctor, for all jobs
@@ -98,7 +105,7 @@ class PlacementPlanner:
 
             prepared = self.commit(placement, write)
             if prepared is not None:
-                return PreparedAttempt(prepared, plan, placement)
+                return PreparedAttempt(plan, placement, prepared)
 
     def _recorded(self, job: JobRecord) -> PreparedAttempt | None:
         """Return the attempt as it was prepared before; `None` when it has no hosts any more, or bad ones."""
@@ -106,13 +113,13 @@ class PlacementPlanner:
 
         if not self.places:
             placement = self._avoiding()
-            return PreparedAttempt(job, self.render(placement), placement)
+            return PreparedAttempt(self.render(placement), placement, job)
         kept = self.ws.ledger.reservations(job_id=job.id)
         if not kept or {r.host for r in kept} & set(self.unusable):
             return None
         placement = Placement(tuple(r.host for r in kept), kept[0].slots)
         plan = self.render(placement)
-        return PreparedAttempt(job, plan, placement) if self.check(plan, placement) else None
+        return PreparedAttempt(plan, placement, job) if self.check(plan, placement) else None
 
     def _choose(self) -> tuple[Plan, Placement | None]:
         """Return a plan that can be sent: bad hosts are left out where others will do.
@@ -132,6 +139,9 @@ class PlacementPlanner:
 
     def render(self, placement: Placement | None) -> Plan:
         """Return the plan on these hosts."""
+        rendered = self.rendered.get(self.attempt.marker)
+        if rendered is not None and rendered.placement == placement:
+            return rendered.plan
         return self.backend.render(self.spec, self.snapshot, self.attempt, placement)
 
     def commit(self, placement: Placement | None, write: Callable[[Transaction], JobRecord]) -> JobRecord | None:

@@ -18,9 +18,10 @@ from orc.orchestrator.engine import attempt_inputs, claims, encryption, job_file
 from orc.orchestrator.engine import submission_steps as steps
 from orc.orchestrator.engine.dependencies import job_named, required, waiting_reason
 from orc.orchestrator.engine.fault_points import fault_point
-from orc.orchestrator.engine.placement import render_anywhere
+from orc.orchestrator.engine.placement import RenderedPlan, render_anywhere
 from orc.orchestrator.engine.progress import Progress, silent
 from orc.orchestrator.engine.updates import deadline_at
+from orc.orchestrator.engine.writing import PassReport
 from orc.orchestrator.ledger import dependencies
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import JobState
@@ -71,6 +72,7 @@ class CheckedJob:
     request: str = ""
     needs: Sequence[Requirement] = ()
     reason: str = ""  # for which it waits
+    rendered: Mapping[str, RenderedPlan] = field(default_factory=dict)  # its first attempt, by marker
 
 
 def submit(
@@ -88,17 +90,22 @@ def submit(
     its cluster refuses is in the ledger as FAILED then. A submission that was cut off raises nothing: the job will be
     found or sent.
     """
-    from orc.orchestrator.engine.dispatch import dispatch_new
+    from orc.orchestrator.engine.dispatch import NewJobs, dispatch
 
     for cluster in {one.spec.cluster for one in submissions}:
         ws.backend(cluster).check_installed()
-    if any(one.spec.depends_on or set(one.spec.inputs) - set(one.snapshot.inputs) for one in submissions):
-        return [record.id for record in enqueue(ws, submissions, within=within)]
-    records = enqueue(ws, submissions, within=within, claimed=True)
+    waits = any(one.spec.depends_on or set(one.spec.inputs) - set(one.snapshot.inputs) for one in submissions)
+    checked = check(ws, submissions)
+    fault_point("snapshot-taken")
+    records = record(ws, checked, within=within, claimed=not waits)
     ids = [record.id for record in records]
+    if waits:
+        return ids
+    report = PassReport()
+    rendered = {marker: plan for job in checked for marker, plan in job.rendered.items()}
     try:
         try:
-            report = dispatch_new(ws, records, progress)
+            dispatch(ws, records, report, NewJobs(progress, rendered))
         except KeyboardInterrupt:
             for current in ws.ledger.jobs(ids):
                 steps.abandon(ws, current)
@@ -131,7 +138,6 @@ def enqueue(
     submissions: Sequence[Submission],
     *,
     within: Callable[[Transaction], object] | None = None,
-    claimed: bool = False,
 ) -> list[JobRecord]:
     """Record new jobs in one transaction, all or none; passes send those whose turn it is.
 
@@ -139,7 +145,6 @@ def enqueue(
         ws: The workspace.
         submissions: The jobs. Their `depends_on` and `inputs` may name the stages of others among them.
         within: Writes what belongs to them in the same transaction, before them.
-        claimed: This process sends them itself, and gives the claims back.
 
     Returns:
         The jobs, QUEUED, in the order of *submissions*.
@@ -149,7 +154,7 @@ def enqueue(
     """
     checked = check(ws, submissions)
     fault_point("snapshot-taken")
-    return record(ws, checked, within=within, claimed=claimed)
+    return record(ws, checked, within=within)
 
 
 def check(ws: Workspace, submissions: Sequence[Submission]) -> list[CheckedJob]:
@@ -167,11 +172,12 @@ def check(ws: Workspace, submissions: Sequence[Submission]) -> list[CheckedJob]:
         attempt_inputs.check(ws, spec, specs)
         needs = required(ws, spec, list(specs))
         secrets = resolve_secrets(spec.secrets, {**os.environ, **one.secrets})
-        render_anywhere(ws, spec, one.snapshot, AttemptId(one.id, 1), one.owner)
+        attempt = AttemptId(one.id, 1)
+        rendered = {attempt.marker: render_anywhere(ws, spec, one.snapshot, attempt, one.owner)}
         ciphertext = encryption.encrypt(ws.state_dir, one.id, secrets) if one.encrypted and secrets else ""
         row = _row(ws, one, spec, backend.kind)
         kept = {} if one.encrypted else secrets
-        checked.append(CheckedJob(row, kept, ciphertext, one.request, needs, _reason(ws, needs, specs)))
+        checked.append(CheckedJob(row, kept, ciphertext, one.request, needs, _reason(ws, needs, specs), rendered))
     return checked
 
 
@@ -230,7 +236,10 @@ def record(
     within: Callable[[Transaction], object] | None = None,
     claimed: bool = False,
 ) -> list[JobRecord]:
-    """Record *jobs* in one transaction; see `enqueue`. Raises what *within* raises, `LedgerError`."""
+    """Record *jobs* in one transaction; see `enqueue`. *claimed* ones are sent by this process, which gives them back.
+
+    Raises what *within* raises, `LedgerError`.
+    """
     with job_secrets.until_recorded(ws, *(job.row.id for job in jobs)):
         for job in jobs:
             job_secrets.keep(ws.state_dir, job.row.id, job.secrets)

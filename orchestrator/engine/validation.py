@@ -1,6 +1,8 @@
 """Check of a job file by all that will look at it: the file itself, its cluster, launcher, environment and backend.
 
 Each of them stops at its first mistake where it is asked for a plan. Here all are asked, so that one look shows all.
+The backend is asked only where something else is wrong: the plan that the caller renders next says what it has against
+a job that is right otherwise.
 """
 
 from __future__ import annotations
@@ -104,6 +106,8 @@ def _later(found: Examined) -> Iterator[tuple[KeyPath, LaunchError]]:
     backend = _attempt(lambda: open_backend(cluster))
     if isinstance(backend, LaunchError):
         yield ("cluster",), backend
+        return
+    if not found.problems and spec is loaded.spec:
         return
     attempt = AttemptId(placeholder_job_id(spec.name), 1)
     snapshot = _snapshot(loaded, spec, cluster)

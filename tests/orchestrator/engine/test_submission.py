@@ -35,6 +35,19 @@ def test_the_stored_specification_makes_the_same_job(client, job_file):
     assert type(loaded.spec).model_validate(dict(view.spec)) == loaded.spec
 
 
+def test_a_submitted_job_is_rendered_once(client, backend, job_file, monkeypatch):
+    rendered = []
+    render = FakeBackend.render
+
+    def counted(self, spec, snapshot, attempt, placement=None):
+        rendered.append(attempt.marker)
+        return render(self, spec, snapshot, attempt, placement)
+
+    monkeypatch.setattr(FakeBackend, "render", counted)
+    view = client.submit(job_file())
+    assert rendered == [f"orc-{view.id}-a1"] == backend.calls("run")
+
+
 def test_progress_is_told_step_by_step(client, job_file):
     told = []
     client.submit(job_file(), on_progress=lambda step, data: told.append((step, dict(data))))

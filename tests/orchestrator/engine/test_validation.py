@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from orc.launchers.errors import RenderError, SpecError
+from orc.launchers.errors import LaunchError, RenderError, SpecError
 from orc.launchers.spec import SpecProblems
+from orc.orchestrator.client import Client
 from orc.orchestrator.engine.validation import load_checked
 
 ALL = """\
@@ -83,6 +84,16 @@ def test_what_is_wrong_alone_is_said_by_whoever_found_it(job: Path) -> None:
     with pytest.raises(SpecError, match="unknown cluster") as unknown:
         load_checked(job)
     assert unknown.value.where == "job.yaml:3:10"
+
+
+def test_what_only_the_backend_has_against_a_job_is_left_to_the_plan_that_is_rendered_next(job: Path) -> None:
+    job.write_text("name: x\ncommand: 'true'\nresources: {options: {slurm: {qosx: 1}}}\n")
+    loaded = load_checked(job, cluster="hpc")
+    with Client(reconciler=False) as client, pytest.raises(LaunchError, match="'qosx'") as caught:
+        client.submit(loaded)
+    assert caught.value.where == "job.yaml:3:31"
+    with Client(reconciler=False) as client:
+        assert client.jobs() == []
 
 
 def test_what_is_right_is_loaded(job: Path) -> None:
