@@ -20,7 +20,6 @@ from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger import ledger_file
 from orc.orchestrator.ledger.errors import LedgerError
 
-Row = Mapping[str, Any]
 # SQLite does not serve those who wait in order of their coming: with eight at a disk that takes a second for each sync,
 # one in fifty of their waits is longer than half a minute.
 BUSY_TIMEOUT_S = 120.0
@@ -42,12 +41,8 @@ class Connection(Protocol):
         """Wait until no other transaction holds the lock *name*, and hold it until this one ends."""
         ...
 
-    def rows(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
-        """Run one query; its rows by column name."""
-        ...
-
     def tuples(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[tuple[Any, ...]]:
-        """Run one query; its rows by position, which is cheaper for many of them."""
+        """Run one query; its rows."""
         ...
 
 
@@ -85,11 +80,6 @@ class _SqliteConnection:
 
     def lock(self, name: str) -> None:
         """Nothing to do: a transaction that writes is the only one from its begin on."""
-
-    def rows(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
-        cursor = self._raw.execute(sql, parameters or {})
-        names = [column[0] for column in cursor.description]
-        return [dict(zip(names, row, strict=True)) for row in cursor]
 
     def tuples(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[tuple[Any, ...]]:
         return self._raw.execute(sql, parameters or {}).fetchall()

@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from orc.orchestrator.ledger.database import BUSY_TIMEOUT_S, Connection, Row
+from orc.orchestrator.ledger.database import BUSY_TIMEOUT_S, Connection
 from orc.orchestrator.ledger.errors import LedgerError
 
 CONNECT_TIMEOUT_S = 10
@@ -32,9 +32,6 @@ class _CoreConnection:
             self._raw.execute(sa.text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": f"orc:{name}"})
         else:  # SQLite: a statement that writes takes the lock on the whole file, even if it changes nothing
             self._raw.execute(sa.text("UPDATE jobs SET id = id WHERE 1 = 0"))
-
-    def rows(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
-        return [dict(row) for row in self._raw.execute(sa.text(sql), dict(parameters or {})).mappings()]
 
     def tuples(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[tuple[Any, ...]]:
         return [tuple(row) for row in self._raw.execute(sa.text(sql), dict(parameters or {}))]

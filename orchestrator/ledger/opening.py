@@ -124,7 +124,9 @@ def _beside(path: Path) -> str:
 
 def _make_ledger(path: Path) -> None:
     """Make it aside and link it into place. First users wait for each other; none meets what a lost ledger has left."""
-    statements = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8").split(";\n\n")
+    from orc.orchestrator.ledger.schema import sqlite_statements
+
+    statements = sqlite_statements()  # imports SQLAlchemy, which takes as long as a whole command: once
     new = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         # Made here and not by SQLite, so that it is private from its first moment; -wal and -shm take its mode.

@@ -1,13 +1,10 @@
-"""Tables of the ledger in SQLAlchemy: the authority that the migrations and `schema.sql` are held to.
-
-``python -m orc.orchestrator.ledger.schema`` prints the SQLite text of the newest schema, which is kept in `schema.sql`
-so that a first ``orc submit`` needs neither SQLAlchemy nor alembic to make its file.
-"""
+"""Tables of the ledger in SQLAlchemy: every new ledger is made from them, and migrations bring older ones to them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
-from sqlalchemy.schema import CreateIndex, CreateTable
 
 from orc.orchestrator.ledger.version import HEAD
 
@@ -319,8 +316,11 @@ quotas = sa.Table(
     sa.Column("amount", sa.Double, nullable=False),
 )
 
+# The version of the schema, where alembic looks for it.
+alembic_version = sa.Table("alembic_version", metadata, sa.Column("version_num", sa.String(32), primary_key=True))
+
 # What keeps the history append-only, whoever writes.
-APPEND_ONLY = {
+_APPEND_ONLY = {
     "sqlite": (
         "CREATE TRIGGER events_no_update BEFORE UPDATE ON events "
         "BEGIN SELECT RAISE(ABORT, 'events are append-only'); END",
@@ -358,33 +358,26 @@ APPEND_ONLY = {
         "FOR EACH ROW EXECUTE FUNCTION audit_append_only()",
     ),
 }
-for _dialect, _statements in APPEND_ONLY.items():
+
+
+def _after_create(made: sa.MetaData | sa.Table, statement: str, dialect: str | None = None) -> None:
+    ddl = sa.DDL(statement)  # type: ignore[no-untyped-call]
+    sa.event.listen(made, "after_create", ddl.execute_if(dialect=dialect))
+
+
+_after_create(alembic_version, f"INSERT INTO alembic_version VALUES ('{HEAD}')")  # noqa: S608
+for _dialect, _statements in _APPEND_ONLY.items():
     for _statement in _statements:
-        _ddl = sa.DDL(_statement)  # type: ignore[no-untyped-call]
-        sa.event.listen(metadata, "after_create", _ddl.execute_if(dialect=_dialect))
+        _after_create(metadata, _statement, _dialect)
 
 
-def sqlite_schema() -> str:
-    """Return the statements that make an empty ledger of the newest version in SQLite."""
-    from sqlalchemy.dialects import sqlite
+def sqlite_statements() -> list[str]:
+    """Return the statements that make an empty ledger of this version in SQLite."""
+    made: list[str] = []
 
-    dialect = sqlite.dialect()
-    statements: list[str] = []
-    for table in metadata.sorted_tables:
-        statements.append(str(CreateTable(table).compile(dialect=dialect)).strip())
-        for index in sorted(table.indexes, key=lambda i: str(i.name)):
-            statements.append(str(CreateIndex(index).compile(dialect=dialect)).strip())
-    statements += APPEND_ONLY["sqlite"]
-    statements.append(
-        "CREATE TABLE alembic_version (\n\tversion_num VARCHAR(32) NOT NULL, \n"
-        "\tCONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)\n)"
-    )
-    statements.append(f"INSERT INTO alembic_version (version_num) VALUES ('{HEAD}')")  # noqa: S608
-    text = ";\n\n".join("\n".join(line.rstrip().replace("\t", "  ") for line in s.splitlines()) for s in statements)
-    return f"-- Written by `python -m orc.orchestrator.ledger.schema`; do not edit.\n\n{text};\n"
+    def keep(statement: Any, *_: Any, **__: Any) -> None:
+        made.append(str(statement.compile(dialect=engine.dialect)))
 
-
-if __name__ == "__main__":
-    import sys
-
-    sys.stdout.write(sqlite_schema())
+    engine = sa.create_mock_engine("sqlite://", keep)
+    metadata.create_all(engine, checkfirst=False)
+    return made

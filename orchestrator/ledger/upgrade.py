@@ -1,4 +1,4 @@
-"""Bringing a ledger to this version with alembic. Imported only when the stored version is not the current one."""
+"""Making a ledger behind a URL, and bringing an older one to this version with alembic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from orc.orchestrator.ledger.database import BUSY_TIMEOUT_S
 from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.schema import metadata
 from orc.orchestrator.ledger.version import HEAD
+
+MIGRATIONS = Path(__file__).with_name("migrations")
 
 # Any number: all that migrate one PostgreSQL ledger take the same lock.
 _ADVISORY_LOCK = 0x6F7263
@@ -27,13 +30,17 @@ def stored_version(engine: sa.Engine) -> str | None:
 
 
 def upgrade(url: str, version: str | None) -> None:
-    """Run the migrations from *version* to `HEAD`, all in one transaction. Raises `LedgerError`."""
+    """Make the tables where *version* is `None`; else run the migrations to `HEAD`, all in one transaction.
+
+    Raises `LedgerError`.
+    """
     from alembic import command
     from alembic.config import Config
+    from alembic.migration import MigrationContext
     from alembic.script import ScriptDirectory
 
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")).replace("%", "%%"))
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
     engine = sa.create_engine(url)
     try:
@@ -46,7 +53,10 @@ def upgrade(url: str, version: str | None) -> None:
         with engine.connect() as connection:
             _lock(connection)
             config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            if MigrationContext.configure(connection).get_current_revision() is None:
+                metadata.create_all(connection)
+            else:  # of an older orc, or another process has been faster
+                command.upgrade(config, "head")
             connection.commit()
     except SQLAlchemyError as error:
         raise _failed(engine, error) from error

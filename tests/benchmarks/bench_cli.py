@@ -53,10 +53,12 @@ def measure(argv: list[str]) -> tuple[float, float]:
 def multiply(count: int) -> None:
     """Fill the ledger with copies of its only job."""
     with Client() as client, client.workspace.ledger.database.write() as connection:
-        (job,) = connection.rows("SELECT * FROM jobs")
+        columns = [row[1] for row in connection.tuples("PRAGMA table_info(jobs)")]
+        ((*values,),) = connection.tuples(f"SELECT {', '.join(columns)} FROM jobs")
+        job = dict(zip(columns, values, strict=True))
         rows = [{**job, "id": f"copy-{i:06d}", "created_at": job["created_at"] - i} for i in range(count)]
-        values = ", ".join(f":{name}" for name in job)
-        connection.executemany(f"INSERT INTO jobs ({', '.join(job)}) VALUES ({values})", rows)
+        marks = ", ".join(f":{name}" for name in job)
+        connection.executemany(f"INSERT INTO jobs ({', '.join(job)}) VALUES ({marks})", rows)
 
 
 @pytest.fixture

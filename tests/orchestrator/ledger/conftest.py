@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
+from orc.orchestrator.ledger import upgrade
 from orc.orchestrator.ledger.database import Database
 from orc.orchestrator.ledger.engine import CoreDatabase
 from orc.orchestrator.ledger.opening import open_database
@@ -33,3 +36,26 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
 @pytest.fixture
 def ledger(database: Database, clock) -> Ledger:
     return Ledger(database, clock)
+
+
+@pytest.fixture
+def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``older(url)`` makes a ledger of version 0005, to which this version adds the table of quotas."""
+    migrations = tmp_path / "migrations"
+    shutil.copytree(upgrade.MIGRATIONS, migrations, ignore=shutil.ignore_patterns("0*.py"))
+    (migrations / "versions/0005.py").write_text("revision, down_revision = '0005', None")
+    (migrations / "versions/0006.py").write_text(
+        "from alembic import op\nfrom orc.orchestrator.ledger import schema\nrevision, down_revision = '0006', '0005'\n"
+        "def upgrade():\n    schema.quotas.create(op.get_bind())\n"
+    )
+    monkeypatch.setattr(upgrade, "MIGRATIONS", migrations)
+
+    def make(url: str) -> None:
+        upgrade.upgrade(url, None)
+        engine = sa.create_engine(url)
+        with engine.begin() as connection:
+            connection.execute(sa.text("DROP TABLE quotas"))
+            connection.execute(sa.text("UPDATE alembic_version SET version_num = '0005'"))
+        engine.dispose()
+
+    return make

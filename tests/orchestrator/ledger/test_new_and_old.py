@@ -10,9 +10,6 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
 
 from orc.orchestrator.ledger import opening, schema
 from orc.orchestrator.ledger.database import SqliteDatabase
@@ -50,33 +47,20 @@ def refusal(*arguments, **options):
     return caught.value.what, caught.value.where, caught.value.hint
 
 
-def migrated(path, revision):
-    """A ledger of an older orc."""
-    config = Config()
-    config.set_main_option("script_location", str(Path(schema.__file__).with_name("migrations")))
-    engine = sa.create_engine(f"sqlite:///{path}")
-    with engine.connect() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, revision)
-        connection.commit()
-    engine.dispose()
-
-
 def version(path):
     with sqlite3.connect(path) as connection:
         return connection.execute("SELECT version_num FROM alembic_version").fetchall()
 
 
-@pytest.mark.parametrize("revision", ["0001", "0002"])
-def test_a_ledger_of_an_older_orc_is_brought_up_to_this_version(tmp_path, opened, revision):
-    migrated(tmp_path / "ledger.db", revision)
+def test_a_ledger_of_an_older_orc_is_brought_up_to_this_version(tmp_path, opened, older):
+    older(f"sqlite:///{tmp_path}/ledger.db")
     open_database(tmp_path).close()
     assert version(tmp_path / "ledger.db") == [(HEAD,)]
     assert len(opened) == 1
 
 
-def test_a_ledger_of_an_older_orc_cannot_be_read_from_a_full_disk(tmp_path, opened, monkeypatch):
-    migrated(tmp_path / "ledger.db", "0002")
+def test_a_ledger_of_an_older_orc_cannot_be_read_from_a_full_disk(tmp_path, opened, older, monkeypatch):
+    older(f"sqlite:///{tmp_path}/ledger.db")
     monkeypatch.setattr(opening, "unwritable", lambda file: f"{file.name} is full")
     assert refusal(tmp_path, volatile=True) == (
         "the ledger of an older orc cannot be brought up to this version: ledger.db is full",
@@ -84,7 +68,7 @@ def test_a_ledger_of_an_older_orc_cannot_be_read_from_a_full_disk(tmp_path, open
         "free some space and try again",
     )
     assert [is_closed(one) for one in opened] == [True]
-    assert version(tmp_path / "ledger.db") == [("0002",)]
+    assert version(tmp_path / "ledger.db") == [("0005",)]
 
 
 def test_what_cannot_be_written_is_a_copy_only_for_those_who_can_do_with_one(tmp_path, monkeypatch):
@@ -297,13 +281,9 @@ def test_where_no_turns_are_taken_the_link_decides(tmp_path, monkeypatch):
 
 
 def test_a_first_user_who_dies_while_writing_leaves_nothing(tmp_path, monkeypatch):
-    read_text, unlink = Path.read_text, Path.unlink
-    removed = []
-
-    def broken(path, **options):
-        return read_text(path, **options).replace("CREATE TRIGGER", "CREATE NONSENSE", 1)
-
-    monkeypatch.setattr(Path, "read_text", broken)
+    unlink, removed = Path.unlink, []
+    broken = [text.replace("CREATE TRIGGER", "CREATE NONSENSE") for text in schema.sqlite_statements()]
+    monkeypatch.setattr(schema, "sqlite_statements", lambda: broken)
     monkeypatch.setattr(Path, "unlink", lambda path, **options: removed.append(path.name) or unlink(path, **options))
     with pytest.raises(sqlite3.OperationalError, match="NONSENSE"):
         opening._make_ledger(tmp_path / "ledger.db")
@@ -314,9 +294,9 @@ def test_a_first_user_who_dies_while_writing_leaves_nothing(tmp_path, monkeypatc
 # -- behind any other url
 
 
-def test_a_migrated_database_behind_a_url_is_not_migrated_again(tmp_path, monkeypatch):
+def test_a_migrated_database_behind_a_url_is_not_migrated_again(tmp_path, older, monkeypatch):
     url = f"sqlite+pysqlite:///{tmp_path}/core.db"
-    migrated(tmp_path / "core.db", "0002")
+    older(url)
     database = open_database(tmp_path / "state", url)
     assert isinstance(database, CoreDatabase)
     assert version(tmp_path / "core.db") == [(HEAD,)]

@@ -55,6 +55,7 @@ def test_the_file_is_durable_checked_and_in_wal_mode_and_is_waited_for(tmp_path)
 
 
 def test_an_open_of_a_current_ledger_imports_neither_sqlalchemy_nor_alembic(tmp_path):
+    open_database(tmp_path).close()
     code = f"""
         import sys
         from pathlib import Path

@@ -8,12 +8,7 @@ import threading
 
 import pytest
 import sqlalchemy as sa
-from alembic import command
-from alembic.autogenerate import compare_metadata
-from alembic.config import Config
-from alembic.migration import MigrationContext
 
-from orc.orchestrator.ledger import schema, upgrade
 from orc.orchestrator.ledger.engine import CoreDatabase
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
@@ -31,13 +26,6 @@ def test_an_empty_database_becomes_a_ledger(tmp_path, postgres_database):
         database.close()
 
 
-def test_alembic_sees_no_difference_between_migrations_and_tables(postgres_url):
-    engine = sa.create_engine(postgres_url)
-    with engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), schema.metadata) == []
-    engine.dispose()
-
-
 def test_many_first_users_at_once_make_one_ledger(tmp_path, postgres_database):
     code = (
         "import sys; from pathlib import Path; from orc.orchestrator.ledger.opening import open_database; "
@@ -46,29 +34,6 @@ def test_many_first_users_at_once_make_one_ledger(tmp_path, postgres_database):
     argv = [sys.executable, "-c", code, str(tmp_path), postgres_database]
     users = [subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     assert [(user.communicate()[1], user.returncode) for user in users] == [("", 0)] * 3
-
-
-def test_a_ledger_of_the_first_version_is_brought_up_with_what_is_in_it(tmp_path, postgres_database):
-    config = Config()
-    config.set_main_option("script_location", str(upgrade.Path(upgrade.__file__).with_name("migrations")))
-    engine = sa.create_engine(postgres_database)
-    with engine.connect() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
-        columns = {c["name"] for c in sa.inspect(connection).get_columns("jobs")}
-        numbers = {"attempt", "revision", "created_at", "updated_at"}
-        values = {name: 1 if name in numbers else None if name.endswith(("_at", "_s")) else "x" for name in columns}
-        names = sorted(values)
-        connection.execute(
-            sa.text(f"INSERT INTO jobs ({', '.join(names)}) VALUES ({', '.join(':' + n for n in names)})"), values
-        )
-        connection.commit()
-    engine.dispose()
-    database = open_database(tmp_path, postgres_database)
-    with database.read() as connection:
-        assert connection.tuples("SELECT id FROM jobs") == [("x",)]
-        assert connection.tuples("SELECT count(*) FROM reservations") == [(0,)]
-    database.close()
 
 
 def test_a_ledger_of_a_newer_orc_is_refused_and_left_alone(tmp_path, postgres_url):

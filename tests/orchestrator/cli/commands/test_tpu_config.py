@@ -122,7 +122,7 @@ def test_the_orc_that_is_here_is_copied_to_the_workers_and_installed(
     code += "print(orc.runtime.__path__[0], v('orc-launch'))"
     shown = subprocess.run([sys.executable, "-S", "-c", code], env={"PYTHONPATH": str(target)}, capture_output=True)
     assert shown.stdout.decode().split() == [str(target / "orc/runtime"), wheel.name.split("-")[1]], shown.stderr
-    assert (target / "orc/orchestrator/ledger/schema.sql").exists()
+    assert (target / "orc/orchestrator/service/web/templates/base.html").exists()
 
 
 def test_accelerates_configuration_is_read_and_options_win(orc, clusters, workers, place: Path) -> None:
