@@ -22,6 +22,7 @@ from orc.runtime.checkpoint.state.base import FULL, SHARDED, strategy_wanted
 from orc.runtime.checkpoint.storage.durable import HashingFile, publish, remove_tree, temporary_name, write_file
 from orc.runtime.core.prepared import Layout, PreparedModel
 from orc.runtime.parallel.records import record_of
+from orc.runtime.parallel.shards import whole
 
 if TYPE_CHECKING:
     from orc.runtime.accelerator import Accelerator
@@ -190,10 +191,8 @@ def _whole_state(model: PreparedModel, keep: bool, adapter_only: bool) -> dict[s
     if model.layout is Layout.FLATTENED:
         state = strategy_named(FULL).model_state(model, keep=keep)
         return _adapter_of(model, state) if keep else {}
-    from orc.runtime.checkpoint.state.full import gathered
-
     state = strategy_named(SHARDED).model_state(model, keep=True)
-    return dict(gathered(_adapter_of(model, state), keep))
+    return dict(whole(_adapter_of(model, state), keep=keep, on_cpu=True))
 
 
 def _adapter_of(model: PreparedModel, state: dict[str, Any]) -> dict[str, Any]:

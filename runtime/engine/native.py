@@ -15,8 +15,8 @@ from orc.runtime.core.events import Events
 from orc.runtime.core.prepared import Prepared, PreparedOptimizer
 from orc.runtime.engine.by_mesh import groups_of_one_kind
 from orc.runtime.engine.norms import clip_norm, clip_values, total_norm
-from orc.runtime.engine.whole import whole
 from orc.runtime.parallel.records import gradients_of, record_of
+from orc.runtime.parallel.shards import whole
 from orc.runtime.train.normalize import Count, LossNormalizer
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from orc.runtime.parallel.shards import local_part, shard_group, stage_group
+from orc.runtime.parallel.replacements import fate_of
+from orc.runtime.parallel.shards import local_part
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,12 +83,13 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float, over: ProcessGrou
     for parameter in parameters:
         gradient = parameter.grad
         device = device or parameter.device
-        if (stage := stage_group(parameter)) is not None:
-            over = stage[0]
-            if not stage[1]:
+        fate = fate_of(parameter)
+        if fate.stage is not None:
+            over = fate.stage.group
+            if not fate.stage.counts:
                 continue
-        if (group := shard_group(parameter)) is not None:
-            noted.setdefault((group, parameter.device), []).extend(() if gradient is None else (gradient,))
+        if fate.shards is not None:
+            noted.setdefault((fate.shards, parameter.device), []).extend(() if gradient is None else (gradient,))
         elif gradient is not None:
             groups.setdefault((getattr(gradient, "device_mesh", None), gradient.device), []).append(gradient)
     norms = [_whole(_combined(torch._foreach_norm(group, norm_type), norm_type)) for group in groups.values()]

@@ -10,8 +10,7 @@ import torch
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.fsdp import FullySharded, is_instance
-from orc.runtime.parallel.replacements import named_parameters, replaced
-from orc.runtime.parallel.shards import note_shards
+from orc.runtime.parallel.replacements import named_parameters, note_shards, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

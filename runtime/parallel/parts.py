@@ -42,10 +42,10 @@ class Parts:
         """Return the rank in the run of the one at *place*."""
         return dist.get_global_rank(self.ctx.require_group("the parts of a model"), place)
 
-    def counted_elsewhere(self, model: nn.Module) -> set[int]:
-        """Return the ids of the parameters of *model* that an earlier part has too."""
-        own = dict(model.named_parameters(remove_duplicate=False))
-        return {id(own[name]) for name, places in self.holders.items() if name in own and places[0] != self.ctx.rank}
+    @property
+    def elsewhere(self) -> list[str]:
+        """The first names of parameters that an earlier place holds, too."""
+        return [name for name, places in self.holders.items() if places[0] != self.ctx.rank]
 
 
 def set_parts(model: nn.Module, parts: Parts) -> None:

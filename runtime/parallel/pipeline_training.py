@@ -18,8 +18,7 @@ from orc.runtime.parallel.pipeline import agree
 from orc.runtime.parallel.pipeline_config import PipelineParallelConfig
 from orc.runtime.parallel.pipeline_model import Line, PipelineModel
 from orc.runtime.parallel.precision.forward import AutocastForward, unwrap_forward
-from orc.runtime.parallel.replacements import move, named_parameters, parted
-from orc.runtime.parallel.shards import note_stage
+from orc.runtime.parallel.replacements import move, named_parameters, note_stages
 from orc.runtime.parallel.stage_body import Body, Stage, StageForward
 from orc.runtime.parallel.stages import Traced, trace
 
@@ -66,8 +65,6 @@ def into_stages(model: nn.Module, config: PipelineParallelConfig, ctx: RunContex
     if place:
         move(model, ctx.device)
     _share_values(model, cut.parts)
-    elsewhere = cut.parts.counted_elsewhere(model)
-    note_stage(model.parameters(), cut.parts.ctx.require_group("a pipeline"), elsewhere)
     line = Line(
         model,
         forward,
@@ -199,7 +196,8 @@ class _Cut:
         for body in bodies.values():
             body.release()
         parameters = named_parameters(model)
-        parted(parameters, self._kept & parameters.keys())
+        group = self._mine.require_group("a pipeline")
+        note_stages(parameters, self._kept & parameters.keys(), self.parts.elsewhere, group)
         keep_only(model, self._kept)
         return StageForward(model, bodies, ctx.device, config.activation_checkpointing)
 

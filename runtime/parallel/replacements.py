@@ -1,22 +1,22 @@
-"""Parameters that others take the place of when a model is prepared: moved to torch_xla, or cut into shards.
+"""What became of parameters when their model was prepared: replaced, cut into shards, left to another stage.
 
-The map is one for the process, because an optimizer may be prepared by another call than its model.
+The map is one for the process, because an optimizer may be prepared by another call than its model, and gradients
+clipped of parameters of several.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from orc.runtime.parallel.shards import shard_group, take_place
-
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
 # What wrappers inside a model put into the names of parameters.
@@ -27,34 +27,82 @@ _STATE = (
     "step, or load the state afterwards"
 )
 
-_new: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by old parameter; does not keep the old ones alive
-# Parameters of models of which each process keeps a part, as the script made them: the name, and whether they are kept.
-_parted: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_orders: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
 
+@dataclass(slots=True)
+class Stage:
+    """Where a parameter lies of a model that is spread over processes by stages.
 
-def parted(names: Mapping[str, nn.Parameter], kept: Collection[str]) -> None:
-    """Note that this process keeps those of the parameters in *names* that are *kept*: optimizers let go of the others.
-
-    A parameter with several names is kept if one of them is.
+    Attributes:
+        name: in the model that the script made.
+        kept: by this process; optimizers let go of the others.
+        counts: in norms: no earlier stage has it, too.
+        group: the ranks that have the other stages.
     """
-    here = {id(names[name]) for name in kept}
+
+    name: str
+    kept: bool
+    counts: bool
+    group: ProcessGroup
+
+
+@dataclass(slots=True)
+class Fate:
+    """What became of a parameter when its model was prepared.
+
+    Attributes:
+        successor: what has taken its place.
+        shards: the group whose ranks hold a part of it each, as version 1 of FSDP cuts it: in place.
+        stage: its place in a pipeline.
+    """
+
+    successor: nn.Parameter | None = None
+    shards: ProcessGroup | None = None
+    stage: Stage | None = None
+
+
+_fates: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter, which it does not keep alive
+_AS_BEFORE = Fate()
+_ORDER = "_orc_order"  # of an optimizer that has let go of parameters
+
+
+def fate_of(parameter: Tensor) -> Fate:
+    """Return what became of *parameter*."""
+    fate: Fate = _fates.get(parameter, _AS_BEFORE) if len(_fates) else _AS_BEFORE
+    return fate
+
+
+def note_shards(parameters: Iterable[Tensor], group: ProcessGroup | None) -> None:
+    """Note that every rank of *group* holds a part of each of *parameters*; `None` is a group of one rank."""
+    for parameter in parameters if group is not None else ():
+        _fates.setdefault(parameter, Fate()).shards = group
+
+
+def note_stages(
+    names: Mapping[str, nn.Parameter], kept: Collection[str], elsewhere: Collection[str], group: ProcessGroup
+) -> None:
+    """Note that this process keeps those of the parameters in *names* that are *kept*, and ranks of *group* the others.
+
+    A parameter with several names is kept if one of them is. Those *elsewhere* an earlier stage has, too.
+    """
+    here, there = {id(names[name]) for name in kept}, {id(names[name]) for name in elsewhere}
     for name, parameter in names.items():
-        if parameter not in _parted:
-            _parted[parameter] = (name, id(parameter) in here)
+        fate = _fates.setdefault(parameter, Fate())
+        fate.stage = fate.stage or Stage(name, id(parameter) in here, id(parameter) not in there, group)
 
 
 def order_of(optimizer: Optimizer) -> list[list[str]] | None:
     """Return the names of all parameters that *optimizer* had by group; `None` if it never let go of any."""
-    return _orders.get(optimizer)
+    return getattr(optimizer, _ORDER, None)
 
 
 def replaced(old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
     """Note that the parameters in *new* take the place of those of the same names in *old*."""
     for name, parameter in old.items():
         if name in new and new[name] is not parameter:
-            _new[parameter] = new[name]
-            take_place(parameter, new[name])
+            fate = _fates.setdefault(parameter, Fate())
+            fate.successor = new[name]
+            if fate.stage is not None:
+                _fates.setdefault(new[name], Fate()).stage = fate.stage
 
 
 @contextlib.contextmanager
@@ -109,47 +157,48 @@ def follow(optimizer: Optimizer) -> None:
     Raises:
         ValueError: parameters of several groups have become one, or there is state that cannot be cut into shards.
     """
-    for one, state in optimizer.state.items():  # cut in place, as version 1 of FSDP does with the original parameters
-        values = state.values() if shard_group(one) is not None and isinstance(state, dict) else ()
-        if any(getattr(value, "numel", int)() not in (0, 1, one.numel()) for value in values):
-            raise ValueError(_STATE)
-    if len(_parted):
-        _let_go(optimizer)
-    if not len(_new):
+    if not len(_fates):
         return
+    for parameter, state in optimizer.state.items():  # cut in place
+        values = state.values() if fate_of(parameter).shards is not None and isinstance(state, dict) else ()
+        if any(getattr(value, "numel", int)() not in (0, 1, parameter.numel()) for value in values):
+            raise ValueError(_STATE)
+    _let_go(optimizer)
     home: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
-        for one in group["params"]:
-            if home.setdefault(id(_latest(one)), index) != index:
-                raise ValueError(
-                    "parameters of different groups of the optimizer were joined when the model was sharded: set "
-                    "use_orig_params=True, or make the optimizer after prepare"
-                )
+        latest = [_latest(parameter) for parameter in group["params"]]
+        if any(home.setdefault(id(parameter), index) != index for parameter in latest):
+            raise ValueError(
+                "parameters of different groups of the optimizer were joined when the model was sharded: set "
+                "use_orig_params=True, or make the optimizer after prepare"
+            )
     for group in optimizer.param_groups:
-        latest = [_latest(one) for one in group["params"]]
-        group["params"] = list({id(one): one for one in latest}.values())  # several may have become one
-    for old in [one for one in optimizer.state if one in _new]:
+        latest = [_latest(parameter) for parameter in group["params"]]
+        group["params"] = list({id(parameter): parameter for parameter in latest}.values())  # several may be one now
+    for old in [parameter for parameter in optimizer.state if fate_of(parameter).successor is not None]:
         state = optimizer.state.pop(old)
         optimizer.state.setdefault(_latest(old), _state_of(old, _latest(old), state))
 
 
 def _let_go(optimizer: Optimizer) -> None:
-    every = [one for group in optimizer.param_groups for one in group["params"]]
-    if optimizer in _orders or not any(one in _parted for one in every):
+    """Let *optimizer* forget the parameters that only other stages have."""
+    stages = [[fate_of(parameter).stage for parameter in group["params"]] for group in optimizer.param_groups]
+    every = [stage for group in stages for stage in group]
+    if order_of(optimizer) is not None or not any(every):
         return
-    if any(one not in _parted for one in every):
+    if not all(every):
         raise ValueError(
             f"{type(optimizer).__name__} steps parameters of a model that is spread over processes by stages, and "
             "others: make an optimizer for each"
         )
-    _orders[optimizer] = [[_parted[one][0] for one in group["params"]] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = [one for one in group["params"] if _parted[one][1]]
-    for one in [one for one in optimizer.state if not _parted[one][1]]:
-        del optimizer.state[one]
+    setattr(optimizer, _ORDER, [[stage.name for stage in group if stage] for group in stages])
+    for group, own in zip(optimizer.param_groups, stages, strict=True):
+        group["params"] = [one for one, stage in zip(group["params"], own, strict=True) if stage and stage.kept]
+    for parameter in [one for one in optimizer.state if not (stage := fate_of(one).stage) or not stage.kept]:
+        del optimizer.state[parameter]
 
 
-def _state_of(old: torch.Tensor, new: Any, state: Any) -> Any:
+def _state_of(old: Tensor, new: Any, state: Any) -> Any:
     """*state* of *old* for *new*: what has a value for each element is cut into shards as *new* is."""
     placements = getattr(new, "placements", None)
     if placements is None and new.shape == old.shape:
@@ -166,9 +215,9 @@ def _state_of(old: torch.Tensor, new: Any, state: Any) -> Any:
     return {name: cut(value) for name, value in state.items()}
 
 
-def _latest(parameter: torch.Tensor) -> torch.Tensor:
-    while parameter in _new:
-        parameter = _new[parameter]
+def _latest(parameter: Tensor) -> Tensor:
+    while (successor := fate_of(parameter).successor) is not None:
+        parameter = successor
     return parameter
 
 

@@ -1,28 +1,16 @@
-"""Parameters that are cut over ranks: DTensors, and plain tensors that FSDP version 1 has cut."""
+"""Parameters that are cut over ranks as DTensors: over which dimensions, the part of this rank, and the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.weak import WeakIdKeyDictionary
+import torch
 
 from orc.runtime.core.topology import dimension_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
-
-# parameter -> the group whose ranks have other parameters of its model, and whether it counts here
-_stages: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_groups: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> the group; does not keep the parameters alive
-
-
-def note_shards(parameters: Iterable[Tensor], group: ProcessGroup | None) -> None:
-    """Note that every rank of *group* holds a part of each of *parameters*; `None` is a group of one rank."""
-    if group is not None:
-        for parameter in parameters:
-            _groups[parameter] = group
 
 
 def spread_over(parameters: Iterable[Tensor]) -> set[str]:
@@ -30,11 +18,9 @@ def spread_over(parameters: Iterable[Tensor]) -> set[str]:
 
     A mesh without names, or with others than a topology's, is one of data, as scripts make it for ``fully_shard``.
     """
-    found: set[str] = set()
-    for mesh in {mesh for one in parameters if (mesh := getattr(one, "device_mesh", None)) is not None}:
-        names = mesh.mesh_dim_names or ("dp_shard",)
-        found.update(dimension_of(name) or "dp_shard" for name in names)
-    return found
+    meshes = {mesh for parameter in parameters if (mesh := getattr(parameter, "device_mesh", None)) is not None}
+    names = [name for mesh in meshes for name in mesh.mesh_dim_names or ("dp_shard",)]
+    return {dimension_of(name) or "dp_shard" for name in names}
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -44,28 +30,25 @@ def local_part(tensor: Any) -> Tensor:
     return part
 
 
-def shard_group(parameter: Tensor) -> ProcessGroup | None:
-    """Return the group over which *parameter* was noted to be cut."""
-    group: ProcessGroup | None = _groups.get(parameter) if len(_groups) else None
-    return group
+def whole(data: Any, *, keep: bool = True, on_cpu: bool = False) -> Any:
+    """Return *data* (any nesting) with each DTensor gathered from its shards; all processes call it.
 
-
-def note_stage(parameters: Iterable[Tensor], group: ProcessGroup, elsewhere: Collection[int]) -> None:
-    """Note that the ranks of *group* have other parameters of the same model.
-
-    Those of *parameters* whose ids are in *elsewhere* another rank has too, and counts.
+    With *on_cpu* all tensors come to host memory. Without *keep* this rank takes part, and gets empty dictionaries.
     """
-    for parameter in parameters:
-        _stages[parameter] = (group, id(parameter) not in elsewhere)
-
-
-def stage_group(parameter: Tensor) -> tuple[ProcessGroup, bool] | None:
-    """Return the group whose ranks have other parameters of the same model, and whether *parameter* counts here."""
-    found: tuple[ProcessGroup, bool] | None = _stages.get(parameter) if len(_stages) else None
-    return found
-
-
-def take_place(old: Tensor, new: Tensor) -> None:
-    """Note of *new* what was noted of *old*, which it replaces."""
-    if len(_stages) and old in _stages:
-        _stages[new] = _stages[old]
+    if isinstance(data, torch.Tensor):
+        if hasattr(data, "full_tensor"):
+            data = data.full_tensor()
+        if not keep:
+            return None
+        return data.detach().cpu() if on_cpu else data
+    if isinstance(data, Mapping):
+        values = {key: whole(value, keep=keep, on_cpu=on_cpu) for key, value in data.items()}
+        if not keep:
+            return {}
+        # Of the same class, without calling its constructor: state dicts carry metadata in an attribute.
+        state = data.copy() if isinstance(data, dict) else {}
+        state.update(values)
+        return state
+    if type(data) in (list, tuple):
+        return type(data)(whole(value, keep=keep, on_cpu=on_cpu) for value in data)
+    return data

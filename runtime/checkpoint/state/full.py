@@ -21,6 +21,7 @@ from orc.runtime.checkpoint.state.sharding import (
 )
 from orc.runtime.core.prepared import Layout, PreparedModel
 from orc.runtime.parallel.parts import Parts, part_of_optimizer, whole_model, whole_optimizer
+from orc.runtime.parallel.shards import whole
 
 
 class Full:
@@ -44,7 +45,7 @@ class Full:
 
             state = get_model_state_dict(model.model, options=fsdp1.whole([model]))
             return dict(state) if keep else {}
-        return dict(gathered(get_model_state_dict(model.model), keep))
+        return dict(whole(get_model_state_dict(model.model), keep=keep, on_cpu=True))
 
     def optimizer_state(self, optimizer: Any, models: Sequence[PreparedModel], *, keep: bool = True) -> dict[str, Any]:
         """Return the state by positions of parameters, as the optimizer's ``state_dict`` does."""
@@ -57,7 +58,7 @@ class Full:
             return dict(optimizer.state_dict()) if keep or gathers_state(optimizer) else {}
         bare = bare_optimizer(optimizer)
         if not flattened(stepped):
-            return dict(gathered(bare.state_dict(), keep))
+            return dict(whole(bare.state_dict(), keep=keep, on_cpu=True))
         from orc.runtime.checkpoint.state import fsdp1
 
         named = fsdp1.optimizer_state(bare, stepped, full=True)
@@ -159,26 +160,8 @@ def _part(value: Any, parameter: torch.Tensor) -> Any:
     alike = value.shape == parameter.shape
     placements = parameter.placements if alike else [Replicate()] * mesh.ndim  # type: ignore[attr-defined]
     # Every rank has the whole, so that cutting it needs no other.
-    whole = DTensor.from_local(value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(mesh, placements).clone()
-
-
-def gathered(state: Any, keep: bool) -> Any:
-    """Return *state* (any nesting) with whole tensors on the CPU in the place of DTensors; on every rank.
-
-    Without *keep* this rank takes part, and gets an empty dictionary.
-    """
-    if is_dtensor(state):
-        whole = state.full_tensor()
-        return whole.cpu() if keep else None
-    if isinstance(state, Mapping):
-        found = {key: gathered(value, keep) for key, value in state.items()}
-        return found if keep else {}
-    if type(state) in (list, tuple):
-        return type(state)(gathered(value, keep) for value in state)
-    if isinstance(state, torch.Tensor):
-        return state.detach().cpu() if keep else None
-    return state
+    everywhere = DTensor.from_local(value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, placements).clone()
 
 
 STRATEGY = Full()
