@@ -29,7 +29,7 @@ from orc.orchestrator.workspace import OutOfReach, Workspace
 
 @dataclass(frozen=True)
 class NewJobs:
-    """What the process knows that has just enqueued and claimed the jobs that it dispatches."""
+    """Jobs that this process has just enqueued and claimed: who is told of each step, and their rendered plans."""
 
     progress: Progress  # told of each step
     rendered: Mapping[str, RenderedPlan]  # by marker of the first attempt
