@@ -130,7 +130,7 @@ def _sweep(document: Document, source_path: Path, env: Mapping[str, str] | None)
         several: list[tuple[int, dict[str, Any]]] = list(enumerate(spec.sweep.assignments()))
     else:
         several = [(index, {}) for index in array_indices(spec.array or "")]
-    indices = [index for index, _ in several]
+    shared = _task_variables([index for index, _ in several])
     for index, assigned in several:
         own = _copy(document)
         for key in OF_GROUP:
@@ -139,7 +139,7 @@ def _sweep(document: Document, source_path: Path, env: Mapping[str, str] | None)
         for key, value in assigned.items():
             path: KeyPath = tuple(key.split("."))
             put_value(own, path, _as_read(value, path), document.origin(("sweep",)).where)
-        _put_all(own, "env", _task_variables(index, indices))
+        _put_all(own, "env", {"ORC_ARRAY_TASK_ID": str(index), **shared})
         tags = own.data.get("tags") or {}
         _put_all(own, "tags", {key: text for key, text in parameters.items() if key not in tags and text})
         examined = examine_document(own, source_path, env)
@@ -149,10 +149,9 @@ def _sweep(document: Document, source_path: Path, env: Mapping[str, str] | None)
     return found
 
 
-def _task_variables(index: int, indices: Sequence[int]) -> dict[str, str]:
-    """Return a member's variables, named as Slurm names them; the group's id is added when it has one."""
+def _task_variables(indices: Sequence[int]) -> dict[str, str]:
+    """Return variables of all members, named as Slurm names them; the group's id is added when it has one."""
     return {
-        "ORC_ARRAY_TASK_ID": str(index),
         "ORC_ARRAY_TASK_COUNT": str(len(indices)),
         "ORC_ARRAY_TASK_MIN": str(min(indices)),
         "ORC_ARRAY_TASK_MAX": str(max(indices)),

@@ -6,14 +6,14 @@ Each is as durable, and as sure to run once, as a job by itself; attempts that f
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine import admission, claims, job_secrets
-from orc.orchestrator.engine.attempt_inputs import stored_spec
+from orc.orchestrator.engine.attempt_inputs import stored_specs
 from orc.orchestrator.engine.limits import is_limited
 from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt
 from orc.orchestrator.ledger import dependencies, groups
@@ -54,7 +54,7 @@ def _are_array(ws: Workspace, group_id: str, jobs: Sequence[JobRecord]) -> bool:
             return False
         if group.max_parallel is not None and groups.under_way(connection, group_id):
             return False
-    return are_alike([ws.ledger.spec(job_id) for job_id in ids])
+    return are_alike(spec for _, spec in ws.ledger.specs(ids))
 
 
 def _is_to_be_had(ws: Workspace, job: JobRecord) -> bool:
@@ -74,10 +74,11 @@ def takes_arrays(ws: Workspace, cluster: str) -> bool:
         return False  # the dispatch of its jobs says what is wrong with the cluster
 
 
-def are_alike(specs: Sequence[Mapping[str, Any]]) -> bool:
+def are_alike(specs: Iterable[Mapping[str, Any]]) -> bool:
     """Return True for the specifications of jobs that ask their cluster for the same."""
-    first, *others = ({key: value for key, value in spec.items() if key not in _OF_PROGRAM} for spec in specs)
-    return all(other == first for other in others)
+    asked = ({key: value for key, value in spec.items() if key not in _OF_PROGRAM} for spec in specs)
+    first = next(asked)
+    return all(other == first for other in asked)
 
 
 def prepare(
@@ -90,17 +91,15 @@ def prepare(
     """
     ws = planner.ws
     members = [(jobs[0], planner)]
-    for job in jobs[1:]:
-        if job_secrets.load_for(ws, job.id, planner.spec.secrets) == secrets:
-            members.append((job, replace(planner, spec=stored_spec(ws, job.id), attempt=AttemptId(job.id, 1))))
+    others = [job for job in jobs[1:] if job_secrets.load_for(ws, job.id, planner.spec.secrets) == secrets]
+    specs = stored_specs(ws, [job.id for job in others])
+    members += [(job, replace(planner, spec=specs[job.id], attempt=AttemptId(job.id, 1))) for job in others]
     plans = [each.render(None) for _, each in members]
     planner.check(plans[0], None)
     group_id = str(jobs[0].group_id)
     with ws.ledger.transaction() as tx:
         admission.admit(ws, tx, [job for job, _ in members], together=[group_id])
         group = groups.find(tx.connection, group_id)
-        attempts = [
-            PreparedAttempt(plan, None, tx.prepare(job, plan.marker, plan.digest))
-            for (job, _), plan in zip(members, plans, strict=True)
-        ]
+        prepared = tx.prepare_all([(job, p.marker, p.digest) for (job, _), p in zip(members, plans, strict=True)])
+    attempts = [PreparedAttempt(plan, None, job) for job, plan in zip(prepared, plans, strict=True)]
     return attempts, group.max_parallel if group is not None else None

@@ -7,7 +7,7 @@ like its code. What arrives is verified; half a copy never appears.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
@@ -29,16 +29,24 @@ if TYPE_CHECKING:
 
 def stored_spec(ws: Workspace, job_id: str) -> JobSpec:
     """Return the job's specification from the ledger. Raises `SpecError` for one of another version of orc."""
+    return stored_specs(ws, [job_id])[job_id]
+
+
+def stored_specs(ws: Workspace, job_ids: Sequence[str]) -> dict[str, JobSpec]:
+    """Return the specifications of jobs, by their ids; as `stored_spec`."""
     from orc.launchers.spec import JobSpec
 
-    try:
-        return JobSpec.model_validate(ws.ledger.spec(job_id))
-    except ValueError as error:
-        raise SpecError(
-            f"the stored specification does not fit this version of orc: {error}",
-            where=job_id,
-            hint="submit the job file again",
-        ) from None
+    found = {}
+    for job_id, spec in ws.ledger.specs(job_ids):
+        try:
+            found[job_id] = JobSpec.model_validate(spec)
+        except ValueError as error:
+            raise SpecError(
+                f"the stored specification does not fit this version of orc: {error}",
+                where=job_id,
+                hint="submit the job file again",
+            ) from None
+    return found
 
 
 def check(ws: Workspace, spec: JobSpec, others: Mapping[str, JobSpec]) -> None:

@@ -15,11 +15,10 @@ from orc.orchestrator.engine import submission_steps as steps
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt
 from orc.orchestrator.engine.progress import Progress, silent
-from orc.orchestrator.engine.updates import JobUpdate
 from orc.orchestrator.engine.writing import apply
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
-from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -150,8 +149,10 @@ def deliver(
         _stage(backend, snapshot, attempts[0])
         fault_point("staged")
         progress("submit", {})
-        begun = [(steps.begin(ws, attempt.job, attempt.plan), attempt.plan) for attempt in attempts]
-        sent = [(job, plan) for job, plan in begun if steps.attempt_is(AttemptState.SUBMITTING)(job)]
+        begun = steps.begin(ws, [(attempt.job, attempt.plan) for attempt in attempts])
+        plans = [attempt.plan for attempt in attempts]
+        is_begun = steps.attempt_is(AttemptState.SUBMITTING)
+        sent = [(job, plan) for job, plan in zip(begun, plans, strict=True) if is_begun(job)]
         if not sent:  # they were cancelled meanwhile, or others have taken them
             return
         fault_point("submitting")
@@ -177,7 +178,7 @@ def deliver(
         each(steps.reject, error)
         raise Rejected(error) from error
     fault_point("submitted")
-    accepted = [steps.accept(ws, job, handle) for (job, _), handle in zip(sent, handles, strict=True)]
+    accepted = steps.accept(ws, [job for job, _ in sent], handles)
     fault_point("handle-stored")
     for job in accepted:
         if job.cancel_requested_at is not None and job.state in (JobState.PENDING, JobState.RUNNING):

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.errors import SpecError
 from orc.orchestrator.engine import job_secrets
-from orc.orchestrator.engine.updates import JobUpdate
 from orc.orchestrator.engine.writing import apply
 from orc.orchestrator.ledger import dependencies as table
 from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
+from orc.orchestrator.ledger.records import JobUpdate
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec

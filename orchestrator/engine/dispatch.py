@@ -18,11 +18,11 @@ from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import PlacementPlanner, RenderedPlan
 from orc.orchestrator.engine.progress import Progress, silent
 from orc.orchestrator.engine.queueing import queue_key
-from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel
+from orc.orchestrator.engine.updates import update_for_early_cancel
 from orc.orchestrator.engine.writing import PassReport, apply, note_unreachable, write_all
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
-from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.ledger.transaction import Transaction
 from orc.orchestrator.workspace import OutOfReach, Workspace
 
@@ -183,12 +183,7 @@ def _claim(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
     """Take all of *jobs*, or none."""
     if not all(claims.is_free(j.claim_owner, j.claim_expires_at, ws.clock(), claims.owner_is_gone) for j in jobs):
         return False
-    for number, job in enumerate(jobs):
-        if not ws.ledger.claim(job, ws.owner, claims.TTL_S):
-            if number:
-                ws.give_back(*(job.id for job in jobs[:number]))
-            return False
-    return True
+    return ws.ledger.claim(jobs, ws.owner, claims.TTL_S)
 
 
 def _reject(ws: Workspace, jobs: Sequence[JobRecord], reason: str) -> None:

@@ -40,7 +40,7 @@ def _is_array(ws: Workspace, kind: str, submissions: Sequence[Submission]) -> bo
         and arrays.takes_arrays(ws, first.cluster)
         and not (first.depends_on or first.inputs)
         and all(one.snapshot.digests == submissions[0].snapshot.digests for one in submissions)
-        and arrays.are_alike([one.spec.model_dump() for one in submissions])
+        and arrays.are_alike(one.spec.model_dump() for one in submissions)
     )
 
 

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError, PartlyUnreachable
@@ -23,12 +22,12 @@ from orc.orchestrator.engine.attempt_inputs import attempt_inputs
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import PlacementPlanner
 from orc.orchestrator.engine.retry import retry_cause
-from orc.orchestrator.engine.updates import JobUpdate, retry_policy, update_from_observation
+from orc.orchestrator.engine.updates import retry_policy, update_from_observation
 from orc.orchestrator.engine.writing import PassReport, note_unreachable, write_all
 from orc.orchestrator.ledger import polls
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
-from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Access, OutOfReach, Workspace
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def _poll_with_lease(
         return
     own = PassReport()
     try:
-        everything = _by_access(ws, [job for job in ws.ledger.active() if job.cluster == cluster], own)[access]
+        everything = _by_access(ws, ws.ledger.active(cluster=cluster), own)[access]
         own = PassReport()
         changed = _poll_cluster(ws, access, everything, own)
     except BaseException:
@@ -210,14 +209,11 @@ def _handles(ws: Workspace, jobs: Sequence[JobRecord]) -> dict[str, Handle]:
     """Return the handles of *jobs* by id, with the number of nodes that their plans have."""
     from orc.launchers.backends.base import Handle
 
-    found = {}
-    for job in jobs:
-        if job.attempt and job.attempt.handle:
-            if job.id not in ws.nodes:
-                nodes = ws.ledger.spec(job.id).get("resources", {}).get("nodes", 1)
-                ws.nodes[job.id] = int(str(nodes).rpartition(":")[2])
-            found[job.id] = replace(Handle.from_dict(job.attempt.handle), nodes=ws.nodes[job.id])
-    return found
+    handles = {job.id: Handle.from_dict(job.attempt.handle) for job in jobs if job.attempt and job.attempt.handle}
+    for job_id, spec in ws.ledger.specs([job_id for job_id in handles if job_id not in ws.nodes]):
+        nodes = spec.get("resources", {}).get("nodes", 1)
+        ws.nodes[job_id] = int(str(nodes).rpartition(":")[2])
+    return {job_id: replace(handle, nodes=ws.nodes[job_id]) for job_id, handle in handles.items()}
 
 
 def _seen(
@@ -289,7 +285,10 @@ def _write(
     ws: Workspace, backend: Backend, answers: Iterable[tuple[JobRecord, Observation]]
 ) -> tuple[bool, list[JobRecord]]:
     """Write what was seen. Returns whether something new was, and the jobs whose attempt is lost."""
-    updates = [(job, _update_from(ws, backend, job, seen)) for job, seen in answers]
+    answers = list(answers)
+    ended = ws.ledger.specs([job.id for job, seen in answers if seen.phase.ended])
+    specs = {job_id: {key: spec.get(key) for key in ("retry", "secrets")} for job_id, spec in ended}
+    updates = [(job, _update_from(ws, backend, job, seen, specs.get(job.id))) for job, seen in answers]
     written = write_all(ws, updates)
     for job in written.values():
         if job.state.terminal and not ws.ledger.volatile:
@@ -299,22 +298,28 @@ def _write(
     return changed, [job for job in written.values() if job.attempt and job.attempt.state is AttemptState.LOST]
 
 
-def _update_from(ws: Workspace, backend: Backend, job: JobRecord, seen: Observation) -> JobUpdate:
-    if not seen.phase.ended:
+def _update_from(
+    ws: Workspace, backend: Backend, job: JobRecord, seen: Observation, spec: Mapping[str, Any] | None
+) -> JobUpdate:
+    """Return what follows from *seen*. *spec* has the policy of retries and the secrets of a job that has ended."""
+    if spec is None:
         return update_from_observation(job, seen, ws.clock())
-    spec = ws.ledger.spec(job.id)
-    policy = retry_policy(spec)
-    logged = _logged(backend, job, spec, seen)
-    attempts = [attempt for attempt in ws.ledger.attempts(job.id) if attempt.number < job.number]
-    earlier = [retry_cause(a.cause or "", (a.exit or {}).get("ranks", {})) for a in attempts]
-    window = backend.loss_window_s
-    now = ws.clock()
+    attempts = ws.ledger.attempts(job.id)[: job.number - 1] if job.number > 1 else []
     change = update_from_observation(
-        job, seen, now, policy=policy, earlier=earlier, logged=logged, loss_window_s=window
+        job,
+        seen,
+        ws.clock(),
+        policy=retry_policy(spec),
+        earlier=[retry_cause(a.cause or "", (a.exit or {}).get("ranks", {})) for a in attempts],
+        logged=_logged(backend, job, spec, seen),
+        loss_window_s=backend.loss_window_s,
     )
-    clean = partial(job_secrets.without_values, ws, job.id)
-    events = tuple(replace(event, data=clean(event.data)) for event in change.events)
-    return replace(change, events=events, job_set=clean(change.job_set), attempt_set=clean(change.attempt_set))
+    if not spec["secrets"]:
+        return change
+    said = ([event.data for event in change.events], change.job_set, change.attempt_set)
+    data, job_set, attempt_set = job_secrets.without_values(ws, job.id, said)
+    events = tuple(replace(event, data=clean) for event, clean in zip(change.events, data, strict=True))
+    return replace(change, events=events, job_set=job_set, attempt_set=attempt_set)
 
 
 def _logged(backend: Backend, job: JobRecord, spec: Mapping[str, Any], seen: Observation) -> LogMatch | None:
@@ -339,7 +344,7 @@ def _advance(ws: Workspace, backend: Backend, job_id: str, handle: Handle, repor
         return
     if not claims.is_free(job.claim_owner, job.claim_expires_at, ws.clock(), claims.owner_is_gone):
         return
-    if not ws.ledger.claim(job, ws.owner, claims.TTL_S):
+    if not ws.ledger.claim([job], ws.owner, claims.TTL_S):
         return
     try:
         spec, snapshot, secrets = attempt_inputs(ws, job)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.engine.updates import JobUpdate
 from orc.orchestrator.engine.writing import apply
 from orc.orchestrator.ledger import orphans as rows
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
+from orc.orchestrator.ledger.records import JobUpdate
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Handle

@@ -12,10 +12,9 @@ from orc.launchers.errors import LaunchError
 from orc.orchestrator.engine import dependencies, job_files, job_secrets, orphans, schedules, updates
 from orc.orchestrator.engine.dispatch import dispatch, places_jobs
 from orc.orchestrator.engine.observing import Urgency, poll_all
-from orc.orchestrator.engine.updates import JobUpdate
 from orc.orchestrator.engine.writing import PassReport, write_all
 from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
-from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace
 
 
@@ -39,12 +38,9 @@ def reconcile(
 
     def live() -> list[JobRecord]:
         """Return the jobs that have not ended; those that can no longer start are cancelled now."""
-        found = of_cluster(ws.ledger.active(job_ids))
+        found = ws.ledger.active(job_ids, cluster)
         changed = not ws.ledger.volatile and dependencies.cancel_impossible(ws, found)
-        return of_cluster(ws.ledger.active(job_ids)) if changed else found
-
-    def of_cluster(jobs: list[JobRecord]) -> list[JobRecord]:
-        return jobs if cluster is None else [job for job in jobs if job.cluster == cluster]
+        return ws.ledger.active(job_ids, cluster) if changed else found
 
     if ws.ledger.volatile:
         poll_all(ws, live(), report, urgency)
@@ -64,7 +60,8 @@ def reconcile(
     crowded = {job.cluster for job in due if places_jobs(ws, job.cluster) or ws.limits(job.cluster) is not None}
     if crowded and job_ids is not None:
         # Who waits for room has to know who has left it, and to let others go first whose turn it is.
-        job_ids = [job.id for job in ws.ledger.active() if job.id in set(job_ids) or job.cluster in crowded]
+        asked = set(job_ids)
+        job_ids = [job.id for job in ws.ledger.active() if job.id in asked or job.cluster in crowded]
     held = dispatch(ws, [job for job in due if job.cluster not in crowded], report)
     if due:
         jobs = live()

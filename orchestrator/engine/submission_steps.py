@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from orc.orchestrator.engine import claims, job_secrets, orphans
 from orc.orchestrator.engine.queueing import room_backoff
-from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel, update_for_rejection
-from orc.orchestrator.engine.writing import apply
+from orc.orchestrator.engine.updates import update_for_early_cancel, update_for_rejection
+from orc.orchestrator.engine.writing import apply, apply_all
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
-from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -57,28 +57,35 @@ def attempt_is(*states: AttemptState) -> Callable[[JobRecord], bool]:
     return lambda job: job.attempt is not None and job.attempt.state in states
 
 
-def begin(ws: Workspace, job: JobRecord, plan: Plan) -> JobRecord:
-    """SUBMITTING, with where it goes, unless the job was cancelled meanwhile or the claim was lost."""
-    sent_to = ws.destination(job.cluster, job.owner, job.attempt.hosts if job.attempt else ())
+def begin(ws: Workspace, attempts: Sequence[tuple[JobRecord, Plan]]) -> list[JobRecord]:
+    """SUBMITTING, with where they go, unless jobs were cancelled meanwhile or their claims lost."""
+    plans = {job.id: plan for job, plan in attempts}
+    jobs = [job for job, _ in attempts]
+    sent_to = {j.id: ws.destination(j.cluster, j.owner, j.attempt.hosts if j.attempt else ()) for j in jobs}
 
     def change(current: JobRecord, now: float) -> JobUpdate:
         if current.cancel_requested_at is not None:
             return update_for_early_cancel(current, now)
+        digest = plans[current.id].digest
         return JobUpdate(
-            (Event(Kind.SUBMITTING, current.number, {"plan": plan.digest}),),
+            (Event(Kind.SUBMITTING, current.number, {"plan": digest}),),
             {"claim_expires_at": now + claims.TTL_S, "reason": ""},
             # Now and not when the backend has answered: the job may have started by then.
-            {"plan_digest": plan.digest, "first_negative_at": None, "submitted_at": now, "sent_to": sent_to.to_dict()},
+            {
+                "plan_digest": digest,
+                "first_negative_at": None,
+                "submitted_at": now,
+                "sent_to": sent_to[current.id].to_dict(),
+            },
         )
 
-    begun = apply(
-        ws,
-        job,
-        lambda current: current.claim_owner == ws.owner and attempt_is(AttemptState.PREPARED)(current),
-        change,
-    )
-    if begun.state.terminal:
-        job_secrets.remove(ws.state_dir, job.id)
+    def is_ours(current: JobRecord) -> bool:
+        return current.claim_owner == ws.owner and attempt_is(AttemptState.PREPARED)(current)
+
+    begun = apply_all(ws, jobs, is_ours, change)
+    for job in begun:
+        if job.state.terminal:
+            job_secrets.remove(ws.state_dir, job.id)
     return begun
 
 
@@ -132,29 +139,36 @@ def release_hosts(ws: Workspace, job: JobRecord, reason: str, holders: Sequence[
     return apply(ws, job, attempt_is(AttemptState.SUBMITTING), change)
 
 
-def accept(ws: Workspace, begun: JobRecord, handle: Handle) -> JobRecord:
-    """Store the handle of the attempt that *begun* has, as it was sent. Another process may have been faster; that is
-    recorded. The agents' lease lets only one copy run where both are at one place; this one is told to end where it is
-    at another one, or where the attempt was given up meanwhile."""
-    if begun.attempt is None:
-        raise ValueError(f"{begun.id} has no attempt that could have been sent")
-    sent_to = begun.attempt.sent_to
-
-    def is_ours(attempt: AttemptRecord) -> bool:
-        same = bool(attempt.handle) and (attempt.handle or {})["native_id"] == handle.native_id
-        return same and not orphans.is_outside_lease(attempt, sent_to, handle.hosts)
+def accept(ws: Workspace, begun: Sequence[JobRecord], handles: Sequence[Handle]) -> list[JobRecord]:
+    """Store the handles of the attempts that *begun* have, as they were sent. Another process may have been faster;
+    that is recorded. The agents' lease lets only one copy run where both are at one place; this one is told to end
+    where it is at another one, or where the attempt was given up meanwhile."""
+    sent = {job.id: (handle, _sent_to(job)) for job, handle in zip(begun, handles, strict=True)}
 
     def change(current: JobRecord, now: float) -> JobUpdate:
-        attempt = current.attempt
+        attempt, (handle, sent_to) = current.attempt, sent[current.id]
         if attempt is not None and attempt.state in (AttemptState.SUBMITTING, AttemptState.AMBIGUOUS):
             return accepted(Kind.ACCEPTED, current, handle, now, sent_to)
-        if attempt is not None and (orphans.is_given_up(attempt) or is_ours(attempt)):
+        if attempt is not None and (orphans.is_given_up(attempt) or _is(attempt, handle, sent_to)):
             return JobUpdate()
-        return JobUpdate((Event(Kind.DUPLICATE, begun.number, {"native_id": handle.native_id}),))
+        return JobUpdate((Event(Kind.DUPLICATE, current.number, {"native_id": handle.native_id}),))
 
-    stored = apply(ws, begun, lambda _: True, change)
-    orphans.end_if_orphaned(ws, stored, handle, sent_to)
+    stored = apply_all(ws, begun, lambda _: True, change)
+    for job in stored:
+        orphans.end_if_orphaned(ws, job, *sent[job.id])
     return stored
+
+
+def _sent_to(job: JobRecord) -> Destination | None:
+    if job.attempt is None:
+        raise ValueError(f"{job.id} has no attempt that could have been sent")
+    return job.attempt.sent_to
+
+
+def _is(attempt: AttemptRecord, handle: Handle, sent_to: Destination | None) -> bool:
+    """Return True where *attempt* is known as what *handle* names at *sent_to*."""
+    same = bool(attempt.handle) and (attempt.handle or {})["native_id"] == handle.native_id
+    return same and not orphans.is_outside_lease(attempt, sent_to, handle.hosts)
 
 
 def accepted(kind: Kind, job: JobRecord, handle: Handle, now: float, sent_to: Destination | None) -> JobUpdate:

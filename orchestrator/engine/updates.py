@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,7 +11,7 @@ from orc.launchers.errors import SpecError
 from orc.orchestrator.engine.log_rules import LogMatch
 from orc.orchestrator.engine.retry import GiveUp, RetryPolicy, decide, retry_cause, with_jitter
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
-from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 
 ON_REQUEST = "on request"
 
@@ -40,20 +39,6 @@ def cancel_reason(job: JobRecord) -> str:
     if asked is None or deadline is None or asked < deadline:
         return ON_REQUEST
     return f"its deadline has passed ({datetime.fromtimestamp(deadline, UTC):%Y-%m-%d %H:%M:%S} UTC)"
-
-
-@dataclass(frozen=True)
-class JobUpdate:
-    """Update of one job: events, and columns of the job and of its newest attempt."""
-
-    events: tuple[Event, ...] = ()
-    job_set: Mapping[str, Any] = field(default_factory=dict)
-    attempt_set: Mapping[str, Any] = field(default_factory=dict)
-    failed_hosts: tuple[str, ...] = ()  # hosts to blame for the attempt's end
-    vacate: bool = False  # the attempt gives its hosts back although it has not ended
-
-    def __bool__(self) -> bool:
-        return bool(self.events or self.job_set or self.attempt_set)
 
 
 def retry_policy(spec: Mapping[str, Any]) -> RetryPolicy:

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from orc.orchestrator.engine.updates import JobUpdate
-from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.lifecycle import Event, Kind
-from orc.orchestrator.ledger.records import JobRecord
+from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -36,18 +34,25 @@ def apply(
     change: Callable[[JobRecord, float], JobUpdate],
 ) -> JobRecord:
     """Write *change* about the attempt that *job* shows, as long as *allowed* holds for the job as it is now."""
-    while True:
-        try:
-            with ws.ledger.transaction() as tx:
-                current = tx.reload(job)
-                if current.number != job.number or not allowed(current):
-                    return current
-                made = change(current, tx.now)
-                if not made:
-                    return current
-                return write(tx, current, made)
-        except Conflict:
-            continue  # somebody wrote between our look and our write: look again
+    return apply_all(ws, [job], allowed, change)[0]
+
+
+def apply_all(
+    ws: Workspace,
+    jobs: Sequence[JobRecord],
+    allowed: Callable[[JobRecord], bool],
+    change: Callable[[JobRecord, float], JobUpdate],
+) -> list[JobRecord]:
+    """`apply` to each of *jobs*, in few transactions."""
+    found: dict[str, JobRecord] = {}
+    for start in range(0, len(jobs), _JOBS_PER_TRANSACTION):
+        some = jobs[start : start + _JOBS_PER_TRANSACTION]
+        with ws.ledger.transaction() as tx:
+            now = tx.reload_all([job.id for job in some])
+            may = [is_ for is_, was in zip(now, some, strict=True) if is_.number == was.number and allowed(is_)]
+            written = tx.record_all([(job, made) for job in may if (made := change(job, tx.now))])
+        found |= {job.id: job for job in (*now, *written)}
+    return [found[job.id] for job in jobs]
 
 
 POLL_ERROR_EVENT_S = 300.0  # a longer outage is one event each five minutes, not one each pass
@@ -67,14 +72,9 @@ def write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, JobUpdate]]) -> 
     wanted = [(job, change) for job, change in changes if change]
     written: dict[str, JobRecord] = {}
     for start in range(0, len(wanted), _JOBS_PER_TRANSACTION):
-        done: dict[str, JobRecord] = {}
         with ws.ledger.transaction(durable=False) as tx:
-            for job, made in wanted[start : start + _JOBS_PER_TRANSACTION]:
-                try:
-                    done[job.id] = write(tx, job, made)
-                except Conflict:
-                    continue
-        written.update(done)
+            done = tx.record_all(wanted[start : start + _JOBS_PER_TRANSACTION])
+        written.update((job.id, job) for job in done)
     return written
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from orc.orchestrator.ledger.database import Connection
 from orc.orchestrator.ledger.lifecycle import Event, Kind
+from orc.orchestrator.ledger.queries import conditions
 from orc.orchestrator.ledger.records import dump
 
 _COLUMNS = "id, event_id, job_id, target, kind, payload, state, tries, next_at, last_error, created_at"
@@ -163,15 +164,21 @@ _WORDS: Mapping[Kind, tuple[str, ...]] = {
 _STATES = {Kind.JOB_SUCCEEDED: "SUCCEEDED", Kind.JOB_FAILED: "FAILED", Kind.JOB_CANCELLED: "CANCELLED"}
 
 
-def announce(connection: Connection, job_id: str, events: Sequence[Event], now: float) -> None:
-    """Put the messages of the job's subscriptions about *events*, which were just appended, into the outbox."""
-    if not any(event.kind in _WORDS for event in events):
-        return
-    ((name, cluster, owner, project, attempt, text),) = connection.tuples(
-        "SELECT name, cluster, owner, project, attempt, spec FROM jobs WHERE id = :id", {"id": job_id}
-    )
-    if '"notify":[{' not in text:  # canonical JSON; nobody listens to most jobs
-        return
+def announce(connection: Connection, histories: Sequence[tuple[str, Sequence[Event]]], now: float) -> None:
+    """Put the messages of jobs' subscriptions about their events, which were just appended, into the outbox."""
+    told = {job_id: events for job_id, events in histories if any(event.kind in _WORDS for event in events)}
+    for condition, parameters in conditions(list(told), active_only=False):
+        rows = connection.tuples(
+            "SELECT j.id, j.name, j.cluster, j.owner, j.project, j.attempt, j.spec FROM jobs j "  # noqa: S608
+            f"WHERE {condition} AND j.spec LIKE :subscribed",
+            parameters | {"subscribed": '%"notify":[{%'},  # canonical JSON; nobody listens to most jobs
+        )
+        for row in rows:
+            _announce(connection, row, told[row[0]], now)
+
+
+def _announce(connection: Connection, row: Sequence[Any], events: Sequence[Event], now: float) -> None:
+    job_id, name, cluster, owner, project, attempt, text = row
     subscriptions = json.loads(text)["notify"]
     ids = connection.tuples(
         "SELECT id FROM events WHERE job_id = :id ORDER BY id DESC LIMIT :count", {"id": job_id, "count": len(events)}

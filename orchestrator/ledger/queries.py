@@ -49,6 +49,22 @@ def read_jobs(connection: Connection, condition: str, parameters: Mapping[str, A
     ]
 
 
+def jobs_of(connection: Connection, job_ids: Sequence[str]) -> list[JobRecord]:
+    """Return these jobs, in no order; unknown ids are left out."""
+    found: list[JobRecord] = []
+    for condition, parameters in conditions(job_ids, active_only=False):
+        found += read_jobs(connection, condition, parameters)
+    return found
+
+
+def select_jobs(connection: Connection, columns: str, job_ids: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Return *columns* of these jobs ``j``, in no order."""
+    found: list[tuple[Any, ...]] = []
+    for condition, parameters in conditions(job_ids, active_only=False):
+        found += connection.tuples(f"SELECT {columns} FROM jobs j WHERE {condition}", parameters)  # noqa: S608
+    return found
+
+
 def read_events(connection: Connection, condition: str, parameters: Mapping[str, Any]) -> list[EventRecord]:
     """Return the events that meet *condition*, in its order."""
     rows = connection.tuples(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.ledger.lifecycle import AttemptState, JobState, Position
+from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Position
 
 
 def dump(value: Any) -> str:
@@ -207,3 +207,17 @@ class EventRecord:
             "kind": self.kind,
             "data": dict(self.data),
         }
+
+
+@dataclass(frozen=True)
+class JobUpdate:
+    """Update of one job: events, and columns of the job and of its newest attempt."""
+
+    events: tuple[Event, ...] = ()
+    job_set: Mapping[str, Any] = field(default_factory=dict)
+    attempt_set: Mapping[str, Any] = field(default_factory=dict)
+    failed_hosts: tuple[str, ...] = ()  # hosts to blame for the attempt's end
+    vacate: bool = False  # the attempt gives its hosts back although it has not ended
+
+    def __bool__(self) -> bool:
+        return bool(self.events or self.job_set or self.attempt_set)

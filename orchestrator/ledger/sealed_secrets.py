@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from orc.orchestrator.ledger.database import Connection
 
+REMOVE = "DELETE FROM sealed_secrets WHERE job_id = :job"  # of a job that needs them no more
+
 
 def put(connection: Connection, job_id: str, ciphertext: str, now: float) -> None:
     """Store the encrypted secrets of a job, in place of those that there may be."""
@@ -18,8 +20,3 @@ def find(connection: Connection, job_id: str) -> str | None:
     """Return the encrypted secrets of a job."""
     rows = connection.tuples("SELECT sealed FROM sealed_secrets WHERE job_id = :job", {"job": job_id})
     return rows[0][0] if rows else None
-
-
-def remove(connection: Connection, job_id: str) -> None:
-    """Forget the secrets of a job that needs them no more."""
-    connection.execute("DELETE FROM sealed_secrets WHERE job_id = :job", {"job": job_id})

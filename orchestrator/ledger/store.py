@@ -21,6 +21,7 @@ from orc.orchestrator.ledger.queries import (
     read_jobs,
     read_reservations,
     read_rows,
+    select_jobs,
 )
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
 from orc.orchestrator.ledger.transaction import Transaction
@@ -56,9 +57,9 @@ class Ledger:
         """These jobs, oldest first; unknown ids are left out."""
         return self._select(job_ids, active_only=False)
 
-    def active(self, job_ids: Sequence[str] | None = None) -> list[JobRecord]:
-        """Return the jobs (of *job_ids*, if given) that have not ended, oldest first."""
-        return self._select(job_ids, active_only=True)
+    def active(self, job_ids: Sequence[str] | None = None, cluster: str | None = None) -> list[JobRecord]:
+        """Return the jobs (of *job_ids*, at *cluster*, if given) that have not ended, oldest first."""
+        return self._select(job_ids, active_only=True, cluster=cluster)
 
     def any_active(self) -> bool:
         """Return True when a job has not ended."""
@@ -66,18 +67,27 @@ class Ledger:
         with self.database.read() as connection:
             return bool(connection.tuples(f"SELECT 1 FROM jobs j WHERE {condition} LIMIT 1", parameters))  # noqa: S608
 
-    def _select(self, job_ids: Sequence[str] | None, *, active_only: bool) -> list[JobRecord]:
+    def _select(
+        self, job_ids: Sequence[str] | None, *, active_only: bool, cluster: str | None = None
+    ) -> list[JobRecord]:
         found: list[JobRecord] = []
+        at = "" if cluster is None else " AND j.cluster = :cluster"
         with self.database.read() as connection:
             for condition, parameters in conditions(job_ids, active_only=active_only):
-                found += read_jobs(connection, condition, parameters)
+                found += read_jobs(connection, condition + at, parameters | ({"cluster": cluster} if at else {}))
         return sorted(found, key=lambda job: (job.created_at, job.id))
+
+    def specs(self, job_ids: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield these jobs' ids and specifications, as of `spec`, in no order."""
+        for condition, parameters in conditions(job_ids, active_only=False):
+            with self.database.read() as connection:
+                rows = connection.tuples(f"SELECT j.id, j.spec FROM jobs j WHERE {condition}", parameters)  # noqa: S608
+            for job_id, text in rows:
+                yield job_id, json.loads(text)
 
     def spec(self, job_id: str) -> dict[str, Any]:
         """Return the job's specification in its JSON form."""
-        with self.database.read() as connection:
-            ((text,),) = connection.tuples("SELECT spec FROM jobs WHERE id = :id", {"id": job_id})
-        spec: dict[str, Any] = json.loads(text)
+        ((_, spec),) = self.specs([job_id])
         return spec
 
     def seen_at(self, job_id: str) -> float | None:
@@ -202,19 +212,23 @@ class Ledger:
                 [{"id": job_id, "now": now} for job_id in job_ids],
             )
 
-    def claim(self, job: JobRecord, owner: str, ttl_s: float) -> bool:
-        """Take the job for *owner* if its claim is still what *job* shows. False when another owner was faster."""
+    def claim(self, jobs: Sequence[JobRecord], owner: str, ttl_s: float) -> bool:
+        """Take all of *jobs* for *owner*, or none, if their claims are still what they show.
+
+        False when another owner was faster.
+        """
         self._must_last()
-        claim = "UPDATE jobs SET claim_owner = :owner, claim_expires_at = :expires WHERE id = :id AND "
-        parameters = {"id": job.id, "owner": owner, "expires": self._clock() + ttl_s}
-        if job.claim_owner is None:
-            claim += "claim_owner IS NULL"
-        else:
-            claim += "claim_owner = :seen AND claim_expires_at = :seen_expires"
-            parameters |= {"seen": job.claim_owner, "seen_expires": job.claim_expires_at}
+        seen = {(job.id, job.claim_owner, job.claim_expires_at) for job in jobs}
+        expires = self._clock() + ttl_s
         with self._write() as connection:
-            taken = connection.execute(claim, parameters)
-        return taken == 1
+            now = select_jobs(connection, "j.id, j.claim_owner, j.claim_expires_at", [job.id for job in jobs])
+            if set(now) != seen:
+                return False
+            connection.executemany(
+                "UPDATE jobs SET claim_owner = :owner, claim_expires_at = :expires WHERE id = :id",
+                [{"id": job.id, "owner": owner, "expires": expires} for job in jobs],
+            )
+        return True
 
     def release(self, job_ids: Sequence[str], owner: str) -> None:
         """Give the jobs back that are still *owner*'s."""

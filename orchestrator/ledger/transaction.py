@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +12,8 @@ from orc.orchestrator.ledger.database import Connection
 from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.lifecycle import Event, IllegalTransition, Kind, Position, advance
 from orc.orchestrator.ledger.outbox import announce
-from orc.orchestrator.ledger.queries import read_failed_hosts, read_jobs, read_reservations
-from orc.orchestrator.ledger.records import JobRecord, NewJob, Reservation, dump
+from orc.orchestrator.ledger.queries import jobs_of, read_failed_hosts, read_jobs, read_reservations, select_jobs
+from orc.orchestrator.ledger.records import JobRecord, JobUpdate, NewJob, Reservation, dump
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Placement
@@ -83,7 +85,7 @@ class Transaction:
         events = [Event(Kind.QUEUED, None, data)]
         if reason:
             events.append(Event(Kind.WAITING, None, {"reason": reason}))
-        self._append(job.id, events)
+        self._append([(job.id, events)])
         created = self._reload(job.id)
         if created.position != position:
             raise IllegalTransition(f"a new job is {created.position}")
@@ -94,29 +96,45 @@ class Transaction:
 
         Raises `Conflict`, `IllegalTransition`.
         """
-        number = job.number + 1
-        hosts = list(placement.hosts) if placement else []
-        data = {"marker": marker, "plan": plan_digest, "trees": dict(job.digests)}
-        event = Event(Kind.PREPARED, number, {**data, "hosts": hosts} if hosts else data)
-        after = advance(job.position, event)
-        self._update_job(job, {"state": after.job, "attempt": number, "reason": "", "next_attempt_at": None})
-        self.connection.execute(
-            "INSERT INTO attempts (job_id, number, marker, state, reason, plan_digest, prepared_at, restarts, hosts, "
-            "progress) VALUES (:job, :number, :marker, :state, '', :plan, :now, 0, :hosts, '{}')",
-            {
-                "job": job.id,
-                "number": number,
-                "marker": marker,
-                "state": str(after.attempt),
-                "plan": plan_digest,
-                "now": self.now,
-                "hosts": dump(hosts),
-            },
-        )
-        self._append(job.id, [event])
+        (prepared,) = self.prepare_all([(job, marker, plan_digest)], list(placement.hosts) if placement else [])
         if placement:
-            self._reserve(job, number, placement)
-        return self._reload(job.id)
+            self._reserve(job, prepared.number, placement)
+        return prepared
+
+    def prepare_all(self, attempts: Sequence[tuple[JobRecord, str, str]], hosts: Sequence[str] = ()) -> list[JobRecord]:
+        """Return the next attempts of jobs, given with their markers and the digests of their plans; all or none.
+
+        Raises `Conflict`, `IllegalTransition`.
+        """
+        revisions = self._revisions([job for job, _, _ in attempts])
+        batch, histories = Batch(), []
+        for job, _, _ in attempts:
+            if revisions.get(job.id) != job.revision:
+                raise Conflict(job.id)
+        for job, marker, plan_digest in attempts:
+            number = job.number + 1
+            data = {"marker": marker, "plan": plan_digest, "trees": dict(job.digests)}
+            event = Event(Kind.PREPARED, number, {**data, "hosts": list(hosts)} if hosts else data)
+            after = advance(job.position, event)
+            changed = {"state": after.job, "attempt": number, "reason": "", "next_attempt_at": None}
+            self._update_job(batch, job, changed)
+            batch.add(
+                "INSERT INTO attempts (job_id, number, marker, state, reason, plan_digest, prepared_at, restarts, "
+                "hosts, progress) VALUES (:job, :number, :marker, :state, '', :plan, :now, 0, :hosts, '{}')",
+                {
+                    "job": job.id,
+                    "number": number,
+                    "marker": marker,
+                    "state": str(after.attempt),
+                    "plan": plan_digest,
+                    "now": self.now,
+                    "hosts": dump(list(hosts)),
+                },
+            )
+            histories.append((job.id, [event]))
+        batch.run(self.connection)
+        self._append(histories)
+        return self.reload_all([job.id for job, _, _ in attempts])
 
     def place(self, job: JobRecord, placement: Placement) -> JobRecord:
         """Keep the hosts of *placement* for the PREPARED attempt of *job*, instead of those it may have had."""
@@ -187,26 +205,40 @@ class Transaction:
         *vacate*. *failed_hosts* are hosts to blame for its end. Raises `Conflict` when the job has changed since *job*
         was read, and `IllegalTransition` for an event that the lifecycle forbids; nothing of this job is changed then.
         """
-        after = job.position
-        for event in events:
-            after = advance(after, event)
-        self._update_job(job, {"state": after.job, **(job_set or {})})
-        changes = {"state": after.attempt, **(attempt_set or {})} if job.attempt else {}
-        if changes:
-            self._set("attempts", changes, "job_id = :key_job AND number = :key_number", job.id, job.number)
-            if vacate or (after.attempt is not None and after.attempt.terminal):
-                self.connection.execute(
-                    "DELETE FROM reservations WHERE job_id = :job AND attempt = :number",
-                    {"job": job.id, "number": job.number},
+        update = JobUpdate(events, job_set or {}, attempt_set or {}, tuple(failed_hosts), vacate)
+        if not (written := self.record_all([(job, update)])):
+            raise Conflict(job.id)
+        return written[0]
+
+    def record_all(self, updates: Sequence[tuple[JobRecord, JobUpdate]]) -> list[JobRecord]:
+        """Record the updates of many jobs, each at most once among them; as `record`, in few statements for all.
+
+        Jobs that have changed since they were read are left as they are, and out of what is returned.
+        """
+        revisions = self._revisions([job for job, _ in updates])
+        current = [(job, made) for job, made in updates if revisions.pop(job.id, None) == job.revision]
+        after = {job.id: functools.reduce(advance, made.events, job.position) for job, made in current}
+        batch = Batch()
+        for job, made in current:
+            self._update_job(batch, job, {"state": after[job.id].job, **made.job_set})
+        for job, made in current:
+            position = after[job.id]
+            changes = {"state": position.attempt, **made.attempt_set} if job.attempt else {}
+            if changes:
+                self._set(batch, "attempts", changes, "job_id = :key_job AND number = :key_number", job.id, job.number)
+            if changes and (made.vacate or (position.attempt is not None and position.attempt.terminal)):
+                gone = {"job": job.id, "number": job.number}
+                batch.add("DELETE FROM reservations WHERE job_id = :job AND attempt = :number", gone)
+            for host in dict.fromkeys(made.failed_hosts) if changes else ():
+                batch.add(
+                    "INSERT INTO culprits (job_id, attempt, host) VALUES (:job, :number, :host)",
+                    {"job": job.id, "number": job.number, "host": host},
                 )
-            self.connection.executemany(
-                "INSERT INTO culprits (job_id, attempt, host) VALUES (:job, :number, :host)",
-                [{"job": job.id, "number": job.number, "host": host} for host in dict.fromkeys(failed_hosts)],
-            )
-        self._append(job.id, events)
-        if after.job is not None and after.job.terminal:
-            sealed_secrets.remove(self.connection, job.id)
-        return self._reload(job.id)
+            if position.job is not None and position.job.terminal:
+                batch.add(sealed_secrets.REMOVE, {"job": job.id})
+        batch.run(self.connection)
+        self._append([(job.id, made.events) for job, made in current])
+        return self.reload_all([job.id for job, _ in current])
 
     def find(self, job_id: str) -> JobRecord | None:
         """Return the job as it is now."""
@@ -216,31 +248,54 @@ class Transaction:
         """Return the job as it is now."""
         return self._reload(job.id)
 
+    def reload_all(self, job_ids: Sequence[str]) -> list[JobRecord]:
+        """Return jobs as they are now, in the order of their ids."""
+        found = {job.id: job for job in jobs_of(self.connection, job_ids)}
+        return [found[job_id] for job_id in job_ids]
+
     def _reload(self, job_id: str) -> JobRecord:
-        (job,) = read_jobs(self.connection, "j.id = :id", {"id": job_id})
-        return job
+        return self.reload_all([job_id])[0]
 
-    def _update_job(self, job: JobRecord, changes: Mapping[str, Any]) -> None:
+    def _revisions(self, jobs: Sequence[JobRecord]) -> dict[str, int]:
+        """Return the revisions of the jobs as they are now, and stay until this transaction ends: it alone writes."""
+        return dict(select_jobs(self.connection, "j.id, j.revision", [job.id for job in jobs]))
+
+    def _update_job(self, batch: Batch, job: JobRecord, changes: Mapping[str, Any]) -> None:
         values = {**changes, "updated_at": self.now, "revision": job.revision + 1}
-        # The first write of a change, and the only one that can find somebody else was faster.
-        if self._set("jobs", values, "id = :key_job AND revision = :key_number", job.id, job.revision) != 1:
-            raise Conflict(job.id)
+        self._set(batch, "jobs", values, "id = :key_job AND revision = :key_number", job.id, job.revision)
 
-    def _set(self, table: str, changes: Mapping[str, Any], where: str, job_id: str, number: int) -> int:
+    def _set(self, batch: Batch, table: str, changes: Mapping[str, Any], where: str, job_id: str, number: int) -> None:
         values = {name: dump(v) if name in _JSON_COLUMNS and v is not None else v for name, v in changes.items()}
         values = {name: str(v) if name in ("state", "cause") and v is not None else v for name, v in values.items()}
         assignments = ", ".join(f"{name} = :{name}" for name in values)
-        return self.connection.execute(
+        batch.add(
             f"UPDATE {table} SET {assignments} WHERE {where}",  # noqa: S608
             {**values, "key_job": job_id, "key_number": number},
         )
 
-    def _append(self, job_id: str, events: Sequence[Event]) -> None:
+    def _append(self, histories: Sequence[tuple[str, Sequence[Event]]]) -> None:
         self.connection.executemany(
             "INSERT INTO events (job_id, attempt, at, kind, data) VALUES (:job, :attempt, :at, :kind, :data)",
             [
                 {"job": job_id, "attempt": e.attempt, "at": self.now, "kind": str(e.kind), "data": dump(e.data)}
+                for job_id, events in histories
                 for e in events
             ],
         )
-        announce(self.connection, job_id, events, self.now)
+        announce(self.connection, histories, self.now)
+
+
+class Batch:
+    """Statements of many changes that do not depend on each other: each text is run once, for all its parameters."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+
+    def add(self, sql: str, parameters: Mapping[str, Any]) -> None:
+        """Add one statement."""
+        self._parameters[sql].append(parameters)
+
+    def run(self, connection: Connection) -> None:
+        """Run all, in the order in which their texts came first."""
+        for sql, parameters in self._parameters.items():
+            connection.executemany(sql, parameters)

@@ -6,32 +6,39 @@ import contextlib
 import os
 import resource
 import stat
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 from harness import Row
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "orchestrator"), str(TESTS / "orchestrator/service"), str(TESTS / "testbed/postgres")]
 
+from counted_database import counting  # noqa: E402
 from fake_backend import FakeBackend  # noqa: E402
 from postgres_testbed import PostgresServer, _programs  # noqa: E402
 from prepared_jobs import create_prepared  # noqa: E402
+from served import Served, make_served  # noqa: E402
 
 from orc.launchers.backends.base import Backend, Handle, Observation, Phase  # noqa: E402
 from orc.launchers.backends.sagemaker.backend import SagemakerBackend  # noqa: E402
 from orc.launchers.backends.slurm.backend import SlurmBackend  # noqa: E402
+from orc.launchers.spec import LoadedJob  # noqa: E402
 from orc.launchers.spec.clusters import Cluster  # noqa: E402
+from orc.launchers.spec.groups import LoadedGroup, load_jobs  # noqa: E402
 from orc.orchestrator.client import Client  # noqa: E402
-from orc.orchestrator.ledger.database import Connection, Database  # noqa: E402
+from orc.orchestrator.clients.service import ServiceClient  # noqa: E402
 from orc.orchestrator.ledger.lifecycle import Event, Kind  # noqa: E402
 from orc.orchestrator.ledger.records import NewJob  # noqa: E402
 from orc.orchestrator.ledger.upgrade import upgrade  # noqa: E402
@@ -58,51 +65,15 @@ class Measured:
     transactions: int = 0
 
 
-class CountedDatabase:
-    """A database of which each transaction and each statement is counted."""
-
-    def __init__(self, database: Database, counted: Counter[str]) -> None:
-        self._database, self._counted = database, counted
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._database, name)
-
-    @contextlib.contextmanager
-    def read(self) -> Iterator[Connection]:
-        self._counted["transactions"] += 1
-        with self._database.read() as connection:
-            yield CountedConnection(connection, self._counted)  # type: ignore[misc]
-
-    @contextlib.contextmanager
-    def write(self) -> Iterator[Connection]:
-        self._counted["transactions"] += 1
-        with self._database.write() as connection:
-            yield CountedConnection(connection, self._counted)  # type: ignore[misc]
-
-
-class CountedConnection:
-    """Its connection."""
-
-    def __init__(self, connection: Connection, counted: Counter[str]) -> None:
-        self._connection, self._counted = connection, counted
-
-    def __getattr__(self, name: str) -> Any:
-        self._counted["statements"] += 1
-        return getattr(self._connection, name)
-
-
 @contextlib.contextmanager
 def measuring(client: Client) -> Iterator[Measured]:
     """Measure what is done with *client* in this context."""
-    ledger, counted, measured = client.workspace.ledger, Counter[str](), Measured()
-    plain, ledger.database = ledger.database, CountedDatabase(ledger.database, counted)  # type: ignore[assignment]
-    began, used = time.perf_counter(), time.process_time()
-    try:
+    measured = Measured()
+    with counting(client.workspace.ledger) as counted:
+        began, used = time.perf_counter(), time.process_time()
         yield measured
-    finally:
-        ledger.database = plain
         measured.wall_s, measured.cpu_s = time.perf_counter() - began, time.process_time() - used
-        measured.statements, measured.transactions = counted["statements"], counted["transactions"]
+    measured.statements, measured.transactions = counted["statements"], counted["transactions"]
 
 
 def peak_mb() -> float:
@@ -326,4 +297,141 @@ def _passes(
     assert not client.workspace.ledger.active()
 
 
-PARTS: dict[str, Callable[[bool], Iterable[Row]]] = {"live": live}
+# -- arrays
+
+
+ARRAY = """\
+name: many
+command: /bin/true
+launcher: python
+cluster: CLUSTER
+max_parallel: 50
+sweep: {random: {count: COUNT, seed: 7, parameters: {args.x: {uniform: [0, 1]}}}}
+"""
+
+
+class CountedSlurm(Clusters):
+    """One Slurm, whose sbatch takes what it gets."""
+
+    KINDS = ("slurm",)
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        for program in ("sbatch", "scancel", "sinfo", "scontrol"):
+            path = directory / "slurm-0" / program
+            answer = "up" if program != "sbatch" else "1"
+            path.write_text(f'#!/bin/sh\necho {program} >>"{path.parent}/calls"\necho {answer}\n')
+            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        slurm: Any = self.backends["slurm-0"]
+        slurm.preflight, slurm.stage = lambda plan: [], lambda snapshot, plan: None
+
+
+def array(full: bool) -> Iterable[Row]:
+    """One submission of so many elements: a native array of Slurm, and a sweep that hosts without arrays take."""
+    for count in (100, 1000, 10_000) if full else (30, 100):
+        for cluster in ("slurm-0", "hosts"):
+            with ledgers() as urls, tempfile.TemporaryDirectory(prefix="orc-scale-") as directory:
+                slurm = CountedSlurm(Path(directory))
+                slurm.backends["hosts"] = Hosts(Path(directory, "hosts"), "hosts", slurm.calls)
+                job = Path(directory, "project/job.yaml")
+                job.parent.mkdir()
+                job.write_text(ARRAY.replace("CLUSTER", cluster).replace("COUNT", str(count)))
+                with opened(urls["SQLite"](), slurm.backends.__getitem__) as client:
+                    before, began = peak_mb(), time.perf_counter()
+                    loaded = load_jobs(job)
+                    read_s = time.perf_counter() - began
+                    assert isinstance(loaded, LoadedGroup)
+                    with measuring(client) as cost:
+                        client.submit_group(loaded)
+                calls = slurm.taken_calls()
+                wall = read_s + cost.wall_s
+                print(
+                    f"{count} elements on {cluster}: {wall:.2f} s ({read_s:.2f} s to read the file), cpu "
+                    f"{cost.cpu_s / count * 1e6:.0f} us each, {cost.statements} statements, {cost.transactions} "
+                    f"transactions, calls {dict(calls)}, {peak_mb() - before:.0f} MB more",
+                    flush=True,
+                )
+                budget = 3.0 if count <= 1000 else None
+                yield Row(f"{count:,} elements submitted to {cluster}", "none", wall, None, "s", None, budget, "ours")
+
+
+# -- submissions through a service
+
+USERS = 20
+JOB = """\
+name: many
+command: /bin/true
+launcher: python
+"""
+
+
+def submit(full: bool) -> Iterable[Row]:
+    """So many jobs submitted by 20 users at once through one service, on 20 hosts; then all of them run."""
+    count = 1000 if full else 100
+    users = {f"user-{number}": f"user-{number}" for number in range(USERS)}
+    with ledgers() as urls, tempfile.TemporaryDirectory(prefix="orc-scale-") as directory:
+        root = Path(directory)
+        (root / "project").mkdir()
+        (root / "project/job.yaml").write_text(JOB)
+        loaded = load_jobs(root / "project/job.yaml")
+        assert isinstance(loaded, LoadedJob)
+        for database, url_of in urls.items():
+            with mock.patch.dict(os.environ, {"ORC_LEDGER_URL": url_of(), "ORC_CONFIG_DIR": str(root / "config")}):
+                served = make_served(root / database, users, requests_per_minute=1_000_000, reconciler=True)
+                served.hosts = {f"n{number}": 1 for number in range(USERS)}
+                served.described = {"run_as": "service"}
+                served.start()
+                try:
+                    yield from _submissions(database, served, loaded, list(users), count // USERS)
+                finally:
+                    served.kill()
+
+
+def _submissions(database: str, served: Served, loaded: LoadedJob, users: Sequence[str], each: int) -> Iterator[Row]:
+    taken: list[float] = []
+    ids: list[str] = []
+
+    def work(user: str) -> None:
+        with ServiceClient(served.url, served.tokens[user]) as client:
+            for _ in range(each):
+                began = time.perf_counter()
+                ids.append(client.submit(loaded).id)
+                taken.append(time.perf_counter() - began)
+
+    process = psutil.Process(served.process.pid)  # type: ignore[union-attr]
+    before, began = process.cpu_times(), time.perf_counter()
+    with ThreadPoolExecutor(len(users)) as pool:
+        list(pool.map(work, users))
+    after, wall = process.cpu_times(), time.perf_counter() - began
+    cpu = after.user + after.system - before.user - before.system
+    p99 = sorted(taken)[-max(len(taken) // 100, 1)]
+    count = len(ids)
+    print(
+        f"{database}: {count} jobs in {wall:.1f} s, {cpu / count * 1e3:.1f} ms of a processor each, median "
+        f"{statistics.median(taken):.2f} s, p99 {p99:.2f} s, memory {served.memory() / 1e6:.0f} MB",
+        flush=True,
+    )
+    assert len(set(ids)) == count
+    with served.open_client() as client:
+        ledger = client.workspace.ledger
+        assert {row.id for row in client.jobs(limit=None)} == set(ids)
+        order: list[str] = []  # of the users whose jobs have started
+        backend = FakeBackend(served.state_dir / "fake")
+        deadline = time.monotonic() + 600
+        while jobs := ledger.active():
+            assert time.monotonic() < deadline, f"{len(jobs)} jobs are left"
+            for job in jobs:
+                if job.state == "PENDING" and job.attempt:
+                    order.append(job.owner)
+                    backend.set(job.attempt.marker, Phase.SUCCEEDED)
+            client.refresh()
+        ran = backend.calls("run")
+    assert len(ran) == len(set(ran)) == count, "a job has run twice, or not at all"
+    half = Counter(order[: len(order) // 2])
+    print(f"{database}: of the first half of all starts each user had {min(half.values())} to {max(half.values())}")
+    yield Row(
+        f"{database}: {count:,} jobs by {len(users)} users, p99 of submit", "none", p99, None, "s", None, 2.0, "ours"
+    )
+
+
+PARTS: dict[str, Callable[[bool], Iterable[Row]]] = {"live": live, "array": array, "submit": submit}

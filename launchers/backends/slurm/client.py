@@ -96,7 +96,9 @@ def _number(text: str) -> int:
 # Variables that change what the commands do or print: defaults of the user's shell, or of a job that submits a job.
 _DROP = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SCONTROL_")
 _KEEP = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-_CHUNK = 1000  # ids per call: an argument may not be longer than 128 KiB
+# An argument may not be longer than 128 KiB, and behind SSH the whole command line is one.
+_CHUNK = 1000  # names, or jobs to be ended, per call
+_LIST_BYTES = 100_000  # of numbers of jobs
 
 # Messages that leave open whether the controller took the request.
 _CUT_OFF = re.compile(
@@ -174,8 +176,8 @@ class SlurmClient:
     def queue(self, job_ids: Iterable[str]) -> list[JobRow]:
         """Return the rows of the jobs that the controller remembers, ended ones (for some minutes) included."""
         rows: list[JobRow] = []
-        for some in _chunks(job_ids):
-            rows += self._squeue(f"--jobs={','.join(some)}")
+        for some in _lists(job_ids):
+            rows += self._squeue(f"--jobs={some}")
         return rows
 
     def queue_named(self, *names: str) -> list[JobRow]:
@@ -191,8 +193,8 @@ class SlurmClient:
     def accounted(self, job_ids: Iterable[str]) -> list[JobRow] | None:
         """Return accounting's rows of the jobs, which may lag by seconds; `None` when it cannot be queried."""
         rows: list[JobRow] = []
-        for some in _chunks(job_ids):
-            found = self._sacct(f"--jobs={','.join(some)}")
+        for some in _lists(job_ids):
+            found = self._sacct(f"--jobs={some}")
             if found is None:
                 return None
             rows += found
@@ -259,9 +261,8 @@ class SlurmClient:
     def expected(self, job_ids: Iterable[str]) -> list[QueuedJob]:
         """Return the pending and running ones of the jobs, with their expected start."""
         found: list[QueuedJob] = []
-        for some in _chunks(job_ids):
-            which = f"--jobs={','.join(some)}"
-            found += parse_expected(self._ask("squeue", "--array", f"--format={START_FORMAT}", which))
+        for some in _lists(job_ids):
+            found += parse_expected(self._ask("squeue", "--array", f"--format={START_FORMAT}", f"--jobs={some}"))
         return found
 
     def config(self) -> dict[str, str]:
@@ -313,3 +314,14 @@ def _stderr_of(done: Completed) -> str:
 def _chunks(job_ids: Iterable[str]) -> list[list[str]]:
     ids = sorted(set(job_ids), key=job_number)
     return [ids[i : i + _CHUNK] for i in range(0, len(ids), _CHUNK)]
+
+
+def _lists(job_ids: Iterable[str]) -> list[str]:
+    """Return what ``--jobs`` takes, in few texts; the elements of an array are asked for by its number, all at once."""
+    lists: list[str] = []
+    for job_id in sorted({job_id.partition("_")[0] for job_id in job_ids}, key=job_number):
+        if lists and len(lists[-1]) + len(job_id) < _LIST_BYTES:
+            lists[-1] += f",{job_id}"
+        else:
+            lists.append(job_id)
+    return lists

@@ -245,7 +245,7 @@ def test_a_sender_who_comes_late_ends_what_it_has_sent_elsewhere(accounts, clock
     accounts.map(RUN_AS)
     client.refresh()
     own._start(f"orc-{hers}-a1", {})
-    stored = steps.accept(client.workspace, sent, own._handle(f"orc-{hers}-a1"))
+    (stored,) = steps.accept(client.workspace, [sent], [own._handle(f"orc-{hers}-a1")])
     assert own.calls("cancel") == [f"orc-{hers}-a1 0"]
     assert (stored.state, stored.attempt.sent_to.login) == ("PENDING", "a-lovelace")
 

@@ -281,7 +281,7 @@ def test_a_claimed_job_is_left_to_its_owner_until_the_claim_expires(client, back
     client.refresh()
     clock.now += 60
     ledger = client.workspace.ledger
-    assert ledger.claim(ledger.job(view.id), "another-boot/4026531836/1/1/abcd", 60.0)
+    assert ledger.claim([ledger.job(view.id)], "another-boot/4026531836/1/1/abcd", 60.0)
     client.refresh()
     assert len(backend.calls("submit")) == 1
     clock.now += 61

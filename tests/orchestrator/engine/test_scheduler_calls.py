@@ -1,27 +1,31 @@
-"""Calls of a scheduler: one or two for a thousand jobs, by its own commands."""
+"""Calls of a scheduler and of the ledger: as many for thousands of jobs as for a few."""
 
 from __future__ import annotations
 
+import json
 import stat
 import time
 from pathlib import Path
 
 import pytest
 import yaml
+from counted_database import counting
+from fake_backend import FakeBackend
 from prepared_jobs import create_prepared
 
+from orc.launchers.backends.base import Handle, Phase
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
 
-JOBS = 1000
-QUEUED = 600  # the others have ended, and are known to accounting alone
+JOBS = 2500
+QUEUED = 1600  # the others have ended, and are known to accounting alone
 SPEC = {"name": "many", "grace": 30, "retry": {"max_attempts": 1, "on": [], "backoff": 10}}
 
 
 @pytest.fixture
 def scheduler(orc_home: Path, tmp_path: Path) -> Path:
-    """Commands of a Slurm with a thousand jobs of ours, which note every call in the file that is returned."""
+    """Commands of a Slurm with JOBS jobs of ours, which note every call in the file that is returned."""
     programs, calls = tmp_path / "bin", tmp_path / "calls"
     programs.mkdir()
     now = int(time.time())
@@ -41,25 +45,48 @@ def scheduler(orc_home: Path, tmp_path: Path) -> Path:
     return calls
 
 
-def test_the_state_of_a_thousand_jobs_is_two_calls_and_they_are_shared(scheduler: Path) -> None:
+def test_the_state_of_thousands_of_jobs_is_two_calls_and_they_are_shared(scheduler: Path) -> None:
     with Client() as client, Client() as another:
-        with client.workspace.ledger.transaction() as tx:
-            for number in range(JOBS):
-                job = f"many-{number:06d}"
-                marker = f"orc-{job}-a1"
-                made = create_prepared(
-                    tx, NewJob(job, "many", "hpc", "slurm", "", SPEC, {}, {}), marker, "p", "nobody", 0.0
-                )
-                handle = {
-                    "cluster": "hpc",
-                    "backend": "slurm",
-                    "marker": marker,
-                    "native_id": str(number),
-                    "submitted_at": time.time(),
-                }
-                tx.record(made, Event(Kind.SUBMITTING, 1), Event(Kind.ACCEPTED, 1), attempt_set={"handle": handle})
+        send(client, JOBS, "hpc", "slurm")
         assert client.refresh(max_age_s=None).unreachable == {}
         another.refresh(max_age_s=None)  # it is not time yet
         assert scheduler.read_text().split() == ["squeue", "sacct"]
         assert len(client.jobs(states=["RUNNING"], limit=None)) == QUEUED
         assert len(client.jobs(states=["SUCCEEDED"], limit=None)) == JOBS - QUEUED
+
+
+def send(client: Client, count: int, cluster: str, kind: str, name: str = "many") -> list[str]:
+    """Let the ledger have so many PENDING jobs of that name; return their markers."""
+    markers = []
+    with client.workspace.ledger.transaction() as tx:
+        for number in range(count):
+            job = f"{name}-{number:06d}"
+            markers.append(f"orc-{job}-a1")
+            new = NewJob(job, name, cluster, kind, "", SPEC, {}, {})
+            made = create_prepared(tx, new, markers[-1], "p", "nobody", 0.0)
+            handle = Handle(cluster, kind, markers[-1], str(number), time.time()).to_dict()
+            tx.record(made, Event(Kind.SUBMITTING, 1), Event(Kind.ACCEPTED, 1), attempt_set={"handle": handle})
+    return markers
+
+
+@pytest.mark.parametrize("url", ["sqlite", "postgresql"])
+def test_a_pass_over_many_jobs_is_as_many_statements_as_one_over_few(
+    url: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that start, those that go on and those that end are each written at once."""
+    if url == "postgresql":
+        monkeypatch.setenv("ORC_LEDGER_URL", request.getfixturevalue("postgres_url"))
+    counts = []
+    for name, count in (("few", 5), ("many", 50)):
+        backend = FakeBackend(tmp_path / name)
+        backend.self_driving = False
+        with Client(tmp_path / f"state-{name}", backend_of=lambda _, backend=backend: backend) as client:
+            markers = send(client, count, "local", "fake", name)
+            for phase in (Phase.RUNNING, Phase.RUNNING, Phase.SUCCEEDED):
+                for marker in markers:
+                    (backend.root / "jobs" / f"{marker}.json").write_text(json.dumps({"phase": phase}))
+                with counting(client.workspace.ledger) as counted:
+                    client.refresh()
+                counts.append((phase, counted["statements"], counted["transactions"]))
+            assert len(client.jobs(states=["SUCCEEDED"], name=name, limit=None)) == count
+    assert counts[:3] == counts[3:]

@@ -239,10 +239,10 @@ def test_drivers_get_plain_values_each_of_its_kind(ledger, clock):
         def __init__(self, connection):
             self.connection = connection
 
-        def execute(self, sql, parameters):
+        def executemany(self, sql, parameters):
             if sql.startswith("UPDATE"):
-                bound.append({name: type(value) for name, value in parameters.items()})
-            return self.connection.execute(sql, parameters)
+                bound.extend({name: type(value) for name, value in one.items()} for one in parameters)
+            self.connection.executemany(sql, parameters)
 
         def __getattr__(self, name):
             return getattr(self.connection, name)
@@ -420,7 +420,7 @@ def test_what_cannot_last_is_refused_unless_it_need_not(tmp_path, clock):
     job = create(ledger)
     ledger.database.volatile = "its disk is full"
     assert ledger.volatile == "its disk is full"
-    for change in (ledger.transaction().__enter__, lambda: ledger.claim(job, "you", 60)):
+    for change in (ledger.transaction().__enter__, lambda: ledger.claim([job], "you", 60)):
         with pytest.raises(LedgerError) as caught:
             change()
         assert caught.value.what == "the ledger can only be read now: its disk is full"
@@ -446,11 +446,11 @@ def test_a_database_that_knows_no_copies_is_never_one(clock):
 def test_a_claim_lasts_as_long_as_it_says_and_is_no_change(ledger, clock):
     job = create(ledger)
     clock.now += 10
-    assert ledger.claim(job, "you", 30.5) is True
+    assert ledger.claim([job], "you", 30.5) is True
     claimed = ledger.job(A)
     assert (claimed.claim_owner, claimed.claim_expires_at) == ("you", clock.now + 30.5)
     assert (claimed.revision, claimed.updated_at) == (job.revision, job.updated_at)
-    assert ledger.claim(job, "they", 60) is False
+    assert ledger.claim([job], "they", 60) is False
     assert ledger.job(A) == claimed
 
 
@@ -458,15 +458,15 @@ def test_a_claim_that_was_prolonged_since_is_not_taken(ledger, clock):
     job = create(ledger)
     create(ledger, B)
     clock.now += 1
-    assert ledger.claim(job, "me", 60)
-    assert not ledger.claim(job, "they", 60), "the same owner, but later"
+    assert ledger.claim([job], "me", 60)
+    assert not ledger.claim([job], "they", 60), "the same owner, but later"
     ledger.release([A], "you")
     assert ledger.job(A).claim_owner == "me"
     ledger.release([A], "me")
     free = ledger.job(A)
     assert (free.claim_owner, free.claim_expires_at) == (None, None)
-    assert ledger.claim(free, "they", 60)
-    assert not ledger.claim(free, "you", 60)
+    assert ledger.claim([free], "they", 60)
+    assert not ledger.claim([free], "you", 60)
     assert ledger.job(B).claim_owner == "me"
 
 
@@ -550,5 +550,5 @@ def test_an_event_has_a_form_for_json():
 
 def test_an_event_of_no_job_is_refused(ledger):
     with pytest.raises(LedgerError) as caught, ledger.transaction() as tx:
-        tx._append("nobody", [Event(Kind.QUEUED)])
+        tx._append([("nobody", [Event(Kind.QUEUED)])])
     assert isinstance(caught.value.__cause__, sqlite3.IntegrityError)

@@ -228,5 +228,5 @@ def test_sealed_secrets_are_replaced_and_forgotten(ledger, opened):
         sealed_secrets.put(connection, "a", "one", 1.0)
         sealed_secrets.put(connection, "a", "two", 2.0)
         assert sealed_secrets.find(connection, "a") == "two"
-        sealed_secrets.remove(connection, "a")
+        connection.execute(sealed_secrets.REMOVE, {"job": "a"})
         assert sealed_secrets.find(connection, "a") is None

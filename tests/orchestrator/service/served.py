@@ -31,7 +31,8 @@ from orc.orchestrator.service.settings import Settings
 from orc.orchestrator.service import sse
 sse.PING_S = 1.0
 state = Path(sys.argv[1])
-backend = FakeBackend(state / "fake")
+backend = FakeBackend(state / "fake", hosts=json.loads(sys.argv[3]))
+backend.cluster = backend.cluster.model_copy(update=json.loads(sys.argv[4]))
 def open_client():
     return Client(state, backend_of=lambda _: backend, reconciler=False)
 serve(Settings(**json.loads(sys.argv[2])), open_client, lambda url: print(url, flush=True))
@@ -47,15 +48,18 @@ class Served:
     tokens: dict[str, str] = field(default_factory=dict)  # by user
     url: str = ""
     process: subprocess.Popen[str] | None = None
+    hosts: dict[str, int] = field(default_factory=dict)  # slots by name, where orc places the jobs
+    described: dict[str, Any] = field(default_factory=dict)  # of the cluster in clusters.yaml
 
     def open_client(self) -> Client:
-        backend = FakeBackend(self.state_dir / "fake")
+        backend = FakeBackend(self.state_dir / "fake", hosts=self.hosts)
         return Client(self.state_dir, backend_of=lambda _: backend, reconciler=False)
 
     def start(self) -> Served:
+        told = (self.settings, self.hosts, self.described)
         path = os.pathsep.join([str(FAKES), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(self.state_dir), json.dumps(self.settings)],
+            [sys.executable, "-c", SERVE, str(self.state_dir), *map(json.dumps, told)],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": path},
