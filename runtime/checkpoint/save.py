@@ -103,7 +103,7 @@ def open_destination(context: RunContext, meeting: Meeting, survey: Survey, requ
     destination: Destination
     if isinstance(where, Remote):
         sites = Sites(context.rank, (0,) * context.world_size)
-        taken = meeting.hold("save_state", None, lambda _: NAME in where.entries())
+        taken = meeting.hold("save_state", None, lambda _: where.size(NAME) is not None)
         destination = RemoteDestination(where, f".{token}-" if taken else "", context.is_main)
     else:
         sites = survey.at(where.parent, "save_state")

@@ -251,7 +251,8 @@ class RemoteDestination(Destination):
         self.leads = leads
         self._prefix = prefix
         self._spool: Path | None = None
-        self._created: list[Remote] = []  # what `abandon` removes here
+        self._created: list[str] = []  # what `abandon` removes here
+        self._seen: str | None = None  # a file of the rank that reported last
         self._id: str | None = None  # of the manifest that this rank has begun to put in place
         self._replaced: Manifest | None = None
 
@@ -291,14 +292,14 @@ class RemoteDestination(Destination):
 
     def take_over(self, names: Iterable[str]) -> None:
         """Remove the files *names* when the save fails before the commit."""
-        self._created += [self.target / (self._prefix + name) for name in names]
+        for self._seen in names:
+            self._created.append(self._prefix + self._seen)
 
     def commit(self, manifest: Manifest) -> None:
-        """Put the manifest in place."""
+        """Put the manifest in place. The store has confirmed every file; one shows whether all ranks write to it."""
         manifest = replace(manifest, prefix=self._prefix)
-        lines = remote.problems(self.target, manifest)
-        if lines:
-            raise CheckpointError(f"{self.target} does not hold what was just written: {'; '.join(lines)}")
+        if self._seen is not None and self.target.size(self._prefix + self._seen) is None:
+            raise CheckpointError(f"{self.target} does not hold {self._seen}, which was just written to it")
         self._replaced = remote.read_manifest(self.target) if self._prefix else None
         self._id = manifest.id
         (self.target / NAME).replace(manifest.to_json())
@@ -310,17 +311,16 @@ class RemoteDestination(Destination):
             return
         old = {self._replaced.prefix + name for name in self._replaced.files}
         old |= set(self._replaced.files)  # of the first save, where the one that replaced it was interrupted here
-        left = {name for name in self.target.entries() if (found := _PREFIXED.match(name)) and found[0] != self._prefix}
-        for name in old | left:
-            (self.target / name).remove()
+        there = self.target.sizes()
+        left = {name for name in there if (found := _PREFIXED.match(name)) and found[0] != self._prefix}
+        self.target.remove_all(sorted(old & there.keys() | left))
 
     def abandon(self) -> None:
         """Remove what no checkpoint consists of, as far as this rank can tell."""
         if self._spool is not None:
             shutil.rmtree(self._spool, ignore_errors=True)
         if self._created and not self._may_be_committed():
-            for one in self._created:
-                one.remove()
+            self.target.remove_all(self._created)
 
     def _may_be_committed(self) -> bool:
         """Return whether the manifest may be in place although `commit` failed: an answer can be lost."""
@@ -329,12 +329,11 @@ class RemoteDestination(Destination):
         try:
             return remote.read_manifest(self.target).id == self._id
         except CheckpointError:
-            return NAME in self.target.entries()
+            return self.target.size(NAME) is not None
 
     def _object(self, name: str) -> Remote:
-        one = self.target / (self._prefix + name)
-        self._created.append(one)
-        return one
+        self._created.append(self._prefix + name)
+        return self.target / self._created[-1]
 
 
 def _stamp(path: Path) -> object:

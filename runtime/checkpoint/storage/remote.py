@@ -7,12 +7,13 @@ prefix; the new manifest takes the place of the old one, and only then do the ol
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from orc.runtime.checkpoint.errors import CheckpointError
@@ -23,6 +24,8 @@ from orc.runtime.checkpoint.storage import s3
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
 
 _READ = 4 * 1024 * 1024  # bytes per read
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -71,27 +74,40 @@ class Remote:
     def remove(self) -> None:
         """Remove the object, if it is there."""
         system, path = self.system
-        if system.exists(path):
+        with suppress(FileNotFoundError):
             system.rm_file(path)
+
+    def remove_all(self, names: Collection[str]) -> None:
+        """Remove the objects *names* below, those that are there, in as few requests as the store allows."""
+        system, path = self.system
+        try:
+            system.rm([f"{path}/{name}" for name in names])
+        except FileNotFoundError:  # some are not there: the others one by one
+            in_parallel(lambda name: (self / name).remove(), names)
 
     def remove_tree(self) -> None:
         """Remove everything below; the manifest first, so that no half of it looks whole."""
         (self / NAME).remove()
         system, path = self.system
-        if system.exists(path):
+        system.invalidate_cache()
+        with suppress(FileNotFoundError):
             system.rm(path, recursive=True)
 
-    def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
-        """Bytes of the objects *names* below; `None` for what is not there."""
+    def size(self, name: str) -> int | None:
+        """Bytes of the object *name* below; `None` where there is none."""
         system, path = self.system
         system.invalidate_cache()
-        found: dict[str, int | None] = {}
-        for name in names:
-            try:
-                found[name] = int(system.info(f"{path}/{name}")["size"])
-            except FileNotFoundError:
-                found[name] = None
-        return found
+        try:
+            return int(system.info(f"{path}/{name}")["size"])
+        except FileNotFoundError:
+            return None
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of all objects below, however deep, by name: one listing."""
+        system, path = self.system
+        system.invalidate_cache()
+        start = len(path.rstrip("/")) + 1
+        return {str(name)[start:]: int(one["size"]) for name, one in system.find(path, detail=True).items()}
 
     def entries(self) -> list[str]:
         """Names directly below."""
@@ -178,10 +194,10 @@ def read_manifest(directory: Remote) -> Manifest:
 
 def problems(directory: Remote, manifest: Manifest) -> list[str]:
     """Return the files of *manifest* that are missing, cut off or too long in *directory*, one line each."""
-    sizes = directory.sizes(manifest.prefix + name for name in manifest.files)
+    sizes = directory.sizes()
     lines = []
     for name, record in manifest.files.items():
-        size = sizes[manifest.prefix + name]
+        size = sizes.get(manifest.prefix + name)
         if size is None:
             lines.append(f"{name} is missing")
         elif size != record.size:
@@ -191,13 +207,13 @@ def problems(directory: Remote, manifest: Manifest) -> list[str]:
 
 def fetch(directory: Remote, manifest: Manifest, names: Iterable[str], target: Path) -> list[str]:
     """Copy the files *names* into the local directory *target*; which of them do not hold what was saved."""
-    lines = []
-    system, path = directory.system
-    for name in names:
-        record, found = manifest.files[name], []
+
+    def copy(name: str) -> str | None:
+        found, size = [], 0
         algorithm = ALGORITHMS[manifest.checksum]
-        total, left, size = algorithm(), BLOCK, 0
+        total, left = algorithm(), BLOCK
         (target / name).parent.mkdir(parents=True, exist_ok=True)
+        system, path = directory.system
         with system.open(f"{path}/{manifest.prefix}{name}", "rb") as source, (target / name).open("wb") as sink:
             while data := source.read(min(_READ, left)):
                 sink.write(data)
@@ -208,9 +224,23 @@ def fetch(directory: Remote, manifest: Manifest, names: Iterable[str], target: P
                     total, left = algorithm(), BLOCK
         if left < BLOCK:
             found.append(total.value())
-        if FileRecord(size, tuple(found)) != record:
-            lines.append(f"{name} does not hold what was saved (checksum differs)")
-    return lines
+        if FileRecord(size, tuple(found)) != manifest.files[name]:
+            return f"{name} does not hold what was saved (checksum differs)"
+        return None
+
+    return [line for line in in_parallel(copy, names) if line is not None]
+
+
+def in_parallel(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return what *action* gives for each of *items*: requests to a store are waited for together."""
+    items = list(items)
+    with ThreadPoolExecutor(min(s3.AT_ONCE, max(len(items), 1))) as pool:
+        pending = [s3.submit(pool, action, item) for item in items]
+        try:
+            return [one.result() for one in pending]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 @dataclass(frozen=True)
@@ -221,7 +251,7 @@ class RemoteRoot:
 
     def committed(self) -> list[tuple[int, Remote]]:
         """Complete checkpoints with their numbers, oldest first."""
-        return [(number, directory) for number, directory in self._numbered() if is_committed(directory)]
+        return _committed(self._numbered())
 
     def newest(self) -> Remote | None:
         """The newest complete checkpoint."""
@@ -238,14 +268,12 @@ class RemoteRoot:
 
     def retain(self, keep: int | None) -> list[Remote]:
         """Remove complete checkpoints beyond the *keep* newest, and incomplete ones before the newest."""
-        found = self.committed()
+        there = self._numbered()
+        found = _committed(there)
         kept = found if keep is None else found[-max(keep, 1) :]
         stay = {number for number, _ in kept}
-        removed = []
-        for number, directory in self._numbered():
-            if number not in stay and found and number < found[-1][0]:
-                directory.remove_tree()
-                removed.append(directory)
+        removed = [one for number, one in there if number not in stay and found and number < found[-1][0]]
+        in_parallel(Remote.remove_tree, removed)
         return removed
 
     def _numbered(self) -> list[tuple[int, Remote]]:
@@ -259,3 +287,8 @@ def is_committed(directory: Remote) -> bool:
         return not problems(directory, read_manifest(directory))
     except CheckpointError:
         return False
+
+
+def _committed(directories: Sequence[tuple[int, Remote]]) -> list[tuple[int, Remote]]:
+    whole = in_parallel(lambda pair: is_committed(pair[1]), directories)
+    return [pair for pair, complete in zip(directories, whole, strict=True) if complete]

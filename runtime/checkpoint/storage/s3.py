@@ -9,17 +9,20 @@ from __future__ import annotations
 import io
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 SCHEMES = ("s3", "s3a")
 _PART = 16 * 1024 * 1024  # bytes of the first parts of an upload; S3 takes 10,000 parts, so later ones are larger
 _LARGER_AFTER = 1000  # parts
-_AT_ONCE = 4  # parts under way
+_PARTS = 4  # of one upload under way
+_BATCH = 1000  # objects that one request can remove
+AT_ONCE = 16  # requests under way
+T = TypeVar("T")
 
 
 class S3:
@@ -67,16 +70,41 @@ class S3:
             found += [f"{bucket}/{entry['Key']}" for entry in page.get("Contents", ()) if entry["Key"][-1] != "/"]
         return found
 
+    def find(self, path: str, detail: bool = True) -> dict[str, dict[str, int]]:
+        """``{"size": bytes}`` of every object below, by name. Raises `FileNotFoundError` as `ls` does."""
+        bucket = path.partition("/")[0]
+        entries = (entry for page in self._pages(path) for entry in page.get("Contents", ()))
+        return {
+            f"{bucket}/{entry['Key']}": {"size": int(entry["Size"])} for entry in entries if entry["Key"][-1] != "/"
+        }
+
     def rm_file(self, path: str) -> None:
-        """Remove one object."""
+        """Remove one object, if it is there."""
         with _errors(path):
             self._client.delete_object(**_object(path))
 
-    def rm(self, path: str, recursive: bool = False) -> None:
-        """Remove everything below."""
-        for page in self._pages(path):
-            for entry in page.get("Contents", ()):
-                self.rm_file(f"{path.partition('/')[0]}/{entry['Key']}")
+    def rm(self, path: str | Sequence[str], recursive: bool = False) -> None:
+        """Remove everything below *path*, or the objects that it lists, if they are there."""
+        if isinstance(path, str):
+            bucket = path.partition("/")[0]
+            for page in self._pages(path):
+                self._remove(bucket, [entry["Key"] for entry in page.get("Contents", ())])
+            return
+        for start in range(0, len(path), _BATCH):
+            objects = [_object(one) for one in path[start : start + _BATCH]]
+            self._remove(objects[0]["Bucket"], [one["Key"] for one in objects])
+
+    def _remove(self, bucket: str, keys: Sequence[str]) -> None:
+        if not keys:
+            return
+        try:
+            with _errors(bucket):
+                listed = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+                left = self._client.delete_objects(Bucket=bucket, Delete=listed).get("Errors", [])
+        except OSError:  # not all stores that speak S3 know this request
+            left = [{"Key": key} for key in keys]
+        for entry in left:  # says why, where it cannot be removed
+            self.rm_file(f"{bucket}/{entry['Key']}")
 
     def open(self, path: str, mode: str) -> Any:
         """The object front to back (``rb``), or a new one that is there once it is closed (``wb``)."""
@@ -167,10 +195,11 @@ class _Upload:
             with _errors(self._path):
                 made = self._client.create_multipart_upload(**_object(self._path))
             self._upload = {"UploadId": made["UploadId"]}
-            self._pool = ThreadPoolExecutor(_AT_ONCE, "orc-s3")
-        self._wait(_AT_ONCE - 1)
+            self._pool = ThreadPoolExecutor(_PARTS, "orc-s3")
+        self._wait(_PARTS - 1)
         self._sent += 1
-        self._under_way.append(self._pool.submit(self._put, self._sent, data))
+        with _errors(self._path):
+            self._under_way.append(submit(self._pool, self._put, self._sent, data))
 
     def _put(self, number: int, data: bytes) -> dict[str, Any]:
         done = self._client.upload_part(**_object(self._path), **self._upload, PartNumber=number, Body=data)
@@ -200,10 +229,21 @@ def _client(pid: int) -> Any:
     """Return the boto3 client of process *pid*, its own because connections are not shared across a fork."""
     try:
         import boto3
+        from botocore.config import Config
     except ImportError:
         raise ImportError("it needs boto3: pip install boto3") from None
     with _errors("the configuration of AWS"):
-        return boto3.client("s3")
+        return boto3.client("s3", config=Config(max_pool_connections=AT_ONCE))
+
+
+def submit(pool: ThreadPoolExecutor, action: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Start *action* in *pool*; where the interpreter waits for its last threads, and starts no others, do it here."""
+    try:
+        return pool.submit(action, *arguments)
+    except RuntimeError:
+        done: Future[T] = Future()
+        done.set_result(action(*arguments))
+        return done
 
 
 def _object(path: str) -> dict[str, str]:

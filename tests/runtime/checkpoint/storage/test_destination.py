@@ -12,7 +12,6 @@ from orc.runtime.checkpoint.state import ownership
 from orc.runtime.checkpoint.state.ownership import FILE
 from orc.runtime.checkpoint.storage import destination as module
 from orc.runtime.checkpoint.storage.destination import Destination, LocalDestination, RemoteDestination
-from orc.runtime.checkpoint.storage.durable import FileRecord
 from orc.runtime.checkpoint.storage.remote import Remote
 from orc.runtime.checkpoint.storage.remote import read_manifest as read_remote
 from orc.runtime.checkpoint.storage.verifying import checksum
@@ -284,26 +283,25 @@ def test_a_replaced_object_goes_after_the_manifest_has_changed(bucket, monkeypat
     saved(RemoteDestination(bucket / "s", "", True), b"old", hooks=["notes"])
     saved(RemoteDestination(bucket / "s", ".1-", True), b"new", hooks=["notes"])
     assert (bucket / "s").entries() == [".1-model", ".1-notes", NAME]
-    events, real = [], Remote.remove
+    events, real = [], Remote.remove_all
 
-    def removed(self):
-        events.append((self.name, read_remote(bucket / "s").prefix))
-        real(self)
+    def removed(self, names):
+        events.append((list(names), read_remote(bucket / "s").prefix))
+        real(self, names)
 
-    monkeypatch.setattr(Remote, "remove", removed)
+    monkeypatch.setattr(Remote, "remove_all", removed)
     saved(RemoteDestination(bucket / "s", ".2-", True), b"newer")
     assert (bucket / "s").entries() == [".2-model", NAME]
-    assert {(".1-model", ".2-"), (".1-notes", ".2-")} <= {*events}
-    assert {prefix for _, prefix in events} == {".2-"}
+    assert events == [([".1-model", ".1-notes"], ".2-")]
     assert read_remote(bucket / "s").prefix == ".2-"
 
 
-def test_objects_that_are_not_as_written_are_no_checkpoint(bucket):
+def test_what_other_ranks_have_written_to_another_store_is_no_checkpoint(bucket):
     where = RemoteDestination(bucket / "s", ".1-", True)
     record = put(where, "model", b"weights")
-    files = {"model": replace(record, size=9), "other": FileRecord(1, (0,))}
-    assert told(lambda: where.commit(replace(MANIFEST, files=files))) == (
-        "memory://bucket/s does not hold what was just written: model has 7 bytes instead of 9; other is missing"
+    where.take_over(["model", "other"])
+    assert told(lambda: where.commit(replace(MANIFEST, files={"model": record, "other": record}))) == (
+        "memory://bucket/s does not hold other, which was just written to it"
     )
     assert (bucket / "s").entries() == [".1-model"]
     where.abandon()

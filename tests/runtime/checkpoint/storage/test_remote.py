@@ -2,14 +2,19 @@
 
 import json
 import re
+from collections import Counter
+from concurrent.futures import thread as futures_thread
 
 import pytest
 import torch
+from botocore.exceptions import ClientError
 
 from orc.runtime import Accelerator, ProjectConfiguration
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format.manifest import Manifest
 from orc.runtime.checkpoint.storage import s3
+from orc.runtime.checkpoint.storage.destination import RemoteDestination
+from orc.runtime.checkpoint.storage.durable import FileRecord
 from orc.runtime.checkpoint.storage.remote import Remote, RemoteRoot, place
 from orc.runtime.core.context import reset_default
 
@@ -241,7 +246,10 @@ def test_old_checkpoints_that_cannot_be_removed_do_not_cost_the_new_one(tmp_path
     assert run_ranks(2, work, f"simplecache::file://{tmp_path}") == [True] * 2
 
 
-def test_large_files_go_to_s3_in_parts_and_appear_at_their_end(s3_store, monkeypatch):
+@pytest.mark.parametrize("threads", [True, False])
+def test_large_files_go_to_s3_in_parts_and_appear_at_their_end(s3_store, monkeypatch, threads):
+    if not threads:  # as at the end of the interpreter
+        monkeypatch.setattr(futures_thread, "_shutdown", True)
     monkeypatch.setattr(s3, "_PART", 5 * 2**20)  # the least that S3 takes
     data = bytes(range(256)) * 50_000  # 12.8 MB
     with_parts = s3_store.open("bucket/large", "wb")
@@ -265,6 +273,48 @@ def test_a_listing_of_s3_has_all_pages_and_no_neighbours(s3_store, monkeypatch):
     assert Remote("s3://bucket/run").entries() == ["a", "b", "f"]
     Remote("s3://bucket/run").remove_tree()
     assert Remote("s3://bucket").entries() == ["run-2"]
+
+
+def requests_of_commit_and_retention(store, files):
+    """The requests of S3 that the commit of a checkpoint of so many *files* takes, and the retention of two before."""
+    record, root = FileRecord(1, (0,)), RemoteRoot(Remote(f"s3://bucket/{files}"))
+    manifest = Manifest("1", 0, 0, 0, 1, 0.0, {f"optimizer_0/{number}": record for number in range(files)})
+    for number in range(3):
+        for name in manifest.files:
+            store.pipe_file(f"bucket/{files}/checkpoint_{number}/{name}", b"x")
+        if number < 2:
+            store.pipe_file(f"bucket/{files}/checkpoint_{number}/manifest.json", manifest.to_json())
+    requests, events = [], store._client.meta.events
+    events.register("before-send.s3", lambda event_name, **_: requests.append(event_name.rpartition(".")[2]), "count")
+    newest = RemoteDestination(root.numbered(2), "", True)
+    newest.take_over(manifest.files)
+    newest.commit(manifest)
+    assert len(root.retain(1)) == 2
+    assert root.path.entries() == ["checkpoint_2"]
+    events.unregister("before-send.s3", unique_id="count")
+    return Counter(requests)
+
+
+def test_requests_of_commit_and_retention_do_not_grow_with_the_files(s3_store):
+    few, many = (requests_of_commit_and_retention(s3_store, files) for files in (3, 40))
+    assert few == many
+    lists = {"ListObjectsV2": 7}  # the root, three that may be complete, two to remove; and the last look of this test
+    assert few == {"HeadObject": 1, "PutObject": 1, "GetObject": 3, "DeleteObject": 2, "DeleteObjects": 2, **lists}
+
+
+def test_objects_go_one_by_one_where_s3_takes_no_list(s3_store, monkeypatch):
+    for name in "abc":
+        s3_store.pipe_file(f"bucket/run/{name}", b"x")
+    refusal = {"Error": {"Code": "NotImplemented"}, "ResponseMetadata": {"HTTPStatusCode": 501}}
+
+    def refuse(**_):
+        raise ClientError(refusal, "DeleteObjects")
+
+    monkeypatch.setattr(s3_store._client, "delete_objects", refuse)
+    Remote("s3://bucket/run").remove_all(["a", "missing"])
+    assert Remote("s3://bucket/run").entries() == ["b", "c"]
+    Remote("s3://bucket/run").remove_tree()
+    assert Remote("s3://bucket/run").entries() == []
 
 
 @pytest.mark.parametrize("url", ["s3://nowhere/run", "s3:///run"])
