@@ -39,9 +39,9 @@ class Channel(Protocol):
         ...
 
 
-def command_request(argv: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, Any]:
+def command_request(argv: Sequence[str]) -> dict[str, Any]:
     """Return what `containers.command_program` takes for a command."""
-    return {"argv": list(argv), "env": dict(env or {}), "drop": [], "keep": []}
+    return {"argv": list(argv), "env": {}, "drop": [], "keep": []}
 
 
 class ContainerProcess(Process):
@@ -145,11 +145,9 @@ class ContainerTransport(Transport):
     def _start(self, request: Mapping[str, Any], timeout_s: float, name: str) -> ContainerProcess:
         return ContainerProcess(self.channel(COMMAND_PROGRAM.argv(self._python)), request, timeout_s, name)
 
-    def stream(
-        self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
-    ) -> ContainerProcess:
+    def stream(self, argv: Sequence[str], *, timeout_s: float) -> ContainerProcess:
         """See `Transport.stream`."""
-        return self._start(command_request(argv, env), timeout_s, argv[0].rpartition("/")[2])
+        return self._start(command_request(argv), timeout_s, argv[0].rpartition("/")[2])
 
     def run(
         self,
@@ -162,7 +160,7 @@ class ContainerTransport(Transport):
         stdin: bytes | None = None,
     ) -> Completed:
         """See `Transport.run`."""
-        request = {**command_request(argv, env), "drop": list(drop_env), "keep": list(keep_env)}
+        request = {"argv": list(argv), "env": dict(env or {}), "drop": list(drop_env), "keep": list(keep_env)}
         with self._start(request, timeout_s, argv[0].rpartition("/")[2]) as process:
             process.write(stdin or b"")
             process.close_stdin()
