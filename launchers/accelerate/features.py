@@ -12,19 +12,24 @@ from orc.launchers.accelerate.option import Option, choice, mapping, text, whole
 from orc.runtime.core import deepspeed_keys, fp8_settings, fsdp_settings, megatron_keys
 from orc.runtime.core.parsing import truth
 
+
+def _option(section: str, prefix: str, name: str, doc: str, parse: Callable[[Any], Any], **more: Any) -> Option:
+    """Return the option *prefix* + *name* of a *section* of files, and of the part of ``runtime`` of the same name."""
+    given: dict[str, Any] = {
+        "name": prefix + name,
+        "flags": (f"--{prefix}{name}",),
+        "key": f"{section}_config.{prefix}{name}",
+    }
+    does = {"effect": "done", "does": f"Sets it, with --use_{section}.", "job": f"runtime.{section}.{name}"}
+    return Option(**{**given, **does, "group": section, "doc": doc, "parse": parse, **more})
+
+
 _FSDP = tuple(
-    Option(
-        name=f"fsdp_{one.key}",
-        group="fsdp",
-        doc=one.doc,
-        parse=one.parse,
-        effect="done",
-        does="Sets it, with --use_fsdp.",
+    _option(
+        *("fsdp", "fsdp_", one.key, one.doc, one.parse),
         flags=tuple(f"--fsdp_{name}" for name in (one.key, one.also) if name),
-        key=f"fsdp_config.fsdp_{one.key}",
         keys=(f"fsdp_config.fsdp_{one.also}",) if one.also else (),
         variable=one.variable,
-        job=f"runtime.fsdp.{one.key}",
     )
     for one in fsdp_settings.SETTINGS.values()
 )
@@ -46,21 +51,13 @@ def _deepspeed() -> Iterator[Option]:
     for one in deepspeed_keys.KEYS.values():
         if one.name == "gradient_accumulation_steps":
             continue  # an option of every run
-        elsewhere = _ON_HOSTS.get(one.name)
-        yield Option(
-            name=one.name,
-            group="deepspeed",
-            doc=one.doc,
-            parse=choice(*_RUNNERS) if one.name == "deepspeed_multinode_launcher" else one.parse,
-            effect="done",
-            does=elsewhere or "Sets it, with --use_deepspeed.",
-            flags=(f"--{one.name}",),
-            key=f"deepspeed_config.{one.name}",
-            variable=one.variable,
+        more: dict[str, Any] = {"variable": one.variable}
+        if one.name in _ON_HOSTS:
+            more |= {"does": _ON_HOSTS[one.name], "job": "launcher.options"}
+        if one.name == "deepspeed_multinode_launcher":
             # pdsh is what is documented when nothing is said; files of the wizard have it without meaning it
-            default="pdsh" if one.name == "deepspeed_multinode_launcher" else None,
-            job="launcher.options" if elsewhere else f"runtime.deepspeed.{one.name}",
-        )
+            more |= {"parse": choice(*_RUNNERS), "default": "pdsh"}
+        yield _option("deepspeed", "", one.name, one.doc, **{"parse": one.parse, **more})
 
 
 _SIZES = {
@@ -71,24 +68,10 @@ _SIZES = {
     "sp": "Processes that share each sequence by attention heads (sequence parallelism).",
     "pp": "Processes that hold one stage of the layers each (pipeline parallelism).",
 }
-_SETS = "Sets it, with --use_parallelism_config."
 
 
 def _parallelism() -> Iterator[Option]:
-    for name, doc in _SIZES.items():
-        yield Option(
-            name=f"parallelism_config_{name}_size",
-            group="parallelism",
-            doc=doc,
-            parse=whole(1),
-            effect="done",
-            does=_SETS,
-            flags=(f"--parallelism_config_{name}_size",),
-            key=f"parallelism_config.parallelism_config_{name}_size",
-            variable=f"PARALLELISM_CONFIG_{name.upper()}_SIZE",
-            default=1,
-            job=f"runtime.parallelism.{name}_size",
-        )
+    sizes = ((f"{name}_size", whole(1), 1, doc) for name, doc in _SIZES.items())
     others: tuple[tuple[str, Callable[[Any], Any], Any, str], ...] = (
         ("enable_async_tp", truth, False, "Overlap the exchanges of tensor parallelism, where models are compiled."),
         ("cp_backend", choice("torch"), "torch", "What computes context parallelism."),
@@ -98,19 +81,12 @@ def _parallelism() -> Iterator[Option]:
         ("sp_seq_length_is_variable", truth, True, "The length varies from batch to batch (sp)."),
         ("sp_attn_implementation", choice("sdpa", "flash_attention_2", "flash_attention_3"), "sdpa", "Attention (sp)."),
     )
-    for name, parse, default, doc in others:
-        yield Option(
-            name=f"parallelism_config_{name}",
-            group="parallelism",
-            doc=doc,
-            parse=parse,
-            effect="done",
-            does=_SETS,
-            flags=(f"--parallelism_config_{name}",),
-            key=f"parallelism_config.parallelism_config_{name}",
+    for name, parse, default, doc in (*sizes, *others):
+        yield _option(
+            *("parallelism", "parallelism_config_", name, doc, parse),
+            does="Sets it, with --use_parallelism_config.",
             variable=f"PARALLELISM_CONFIG_{name.upper()}",
             default=default,
-            job=f"runtime.parallelism.{name}",
         )
 
 
@@ -131,14 +107,9 @@ def _listed(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 _FP8 = tuple(
-    Option(
-        name=one.flag,
-        group="fp8",
-        doc=one.doc,
-        parse=_listed(one.parse),
-        effect="done",
+    _option(
+        *("fp8", "", one.flag, one.doc, _listed(one.parse)),
         does="Sets it, with --mixed_precision fp8.",
-        flags=(f"--{one.flag}",),
         switch=one.key == "use_autocast_during_eval",
         key=f"fp8_config.{_spellings(one)[0]}",
         keys=tuple(f"fp8_config.{name}" for name in _spellings(one)[1:]),
@@ -156,35 +127,19 @@ _NO_MEGATRON = (
 
 def _megatron() -> Iterator[Option]:
     for one in megatron_keys.KEYS.values():
-        yield Option(
-            name=f"megatron_lm_{one.name}",
-            group="megatron",
-            doc=one.doc,
-            parse=one.parse,
-            effect="done",
-            does="Sets it, with --use_megatron_lm.",
-            flags=(f"--megatron_lm_{one.name}",),
-            key=f"megatron_lm_config.megatron_lm_{one.name}",
-            variable=one.variable,
-            job=f"runtime.megatron.{one.name}",
-        )
+        yield _megatron_option(one.name, one.doc, one.parse, variable=one.variable, job=f"runtime.megatron.{one.name}")
     others: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         *((name, truth, "Setting of Megatron-LM.") for name in _MEGATRON_SWITCHES),
         *((name, text, "Setting of Megatron-LM.") for name in _MEGATRON_TEXTS),
         ("other_megatron_args", mapping, "Further settings of Megatron-LM."),
     )
     for name, parse, doc in others:
-        yield Option(
-            name=f"megatron_lm_{name}",
-            group="megatron",
-            doc=doc,
-            parse=parse,
-            effect="refused",
-            does=_NO_MEGATRON,
-            flags=(f"--megatron_lm_{name}",),
-            key=f"megatron_lm_config.megatron_lm_{name}",
-            variable=f"MEGATRON_LM_{name.upper()}",
-        )
+        variable = f"MEGATRON_LM_{name.upper()}"
+        yield _megatron_option(name, doc, parse, effect="refused", does=_NO_MEGATRON, variable=variable, job=None)
+
+
+def _megatron_option(name: str, doc: str, parse: Callable[[Any], Any], **more: Any) -> Option:
+    return _option("megatron_lm", "megatron_lm_", name, doc, parse, group="megatron", **more)
 
 
 _MEGATRON_SWITCHES = (

@@ -35,15 +35,8 @@ _SAGEMAKER = "Says where the job of Amazon SageMaker runs that the launch become
 _INTEL = "PyTorch itself has had these optimisations since 2.8, and the extension is no longer developed"
 
 _LAUNCH = (
-    Option(
-        "config_file",
-        "launch",
-        "Configuration file of Accelerate whose values hold where no flag says otherwise.",
-        text,
-        "done",
-        "Reads it; without the flag the default file is read where there is one.",
-        ("--config_file",),
-    ),
+    Option("config_file", "launch", "Configuration file of Accelerate whose values hold where no flag says otherwise.",
+           text, "done", "Reads it; without the flag the default file is read where there is one.", ("--config_file",)),
     Option("module", "launch", "SCRIPT is a module, as in python -m.", truth, "done", "Starts `python -m SCRIPT`.",
            ("-m", "--module"), switch=True),
     Option("no_python", "launch", "SCRIPT is any program.", truth, "done", "Starts SCRIPT without `python`.",

@@ -22,7 +22,7 @@ from orc.launchers.agent.processes import (
     spawn,
     users_umask,
 )
-from orc.launchers.agent.procfs import identity, is_running, process_start
+from orc.launchers.agent.procfs import holder_runs, identity, process_start
 from orc.launchers.agent.records import read_json, write_json
 from orc.launchers.agent.shim import node_of
 from orc.launchers.agent.signals import signal_group
@@ -230,9 +230,7 @@ class RemoteCalls:
     def end_abandoned_calls(self) -> None:
         """End calls whose caller is gone."""
         for call, record in list(self.asked.items()):
-            caller = record.get("caller") or {}
-            who = (int(caller.get("pid", 0)), str(caller.get("pid_start")), str(caller.get("boot_id")))
-            if not is_running(*who):
+            if not holder_runs(record.get("caller") or {}):
                 del self.asked[call]
                 path = os.path.join(self.directory, f"{call}.end.json")
                 try:

@@ -11,8 +11,8 @@ from orc.launchers.agent.completion import finish_gang
 from orc.launchers.agent.errors import EXIT_BUSY, EXIT_HELD, EXIT_LAUNCH, LaunchFailure, log_stderr
 from orc.launchers.agent.gpus import gpu_names
 from orc.launchers.agent.node import Node
-from orc.launchers.agent.processes import become_subreaper, decode_wait_status, describe_exit, load_libc
-from orc.launchers.agent.procfs import identity, is_running
+from orc.launchers.agent.processes import become_subreaper, decode_wait_status, describe_exit, detach, load_libc
+from orc.launchers.agent.procfs import holder_runs, identity
 from orc.launchers.agent.records import create_json, read_json, remove
 from orc.launchers.agent.signals import ENDING, next_signal, signal_process, take_signals
 from orc.launchers.agent.slots import Slots
@@ -53,7 +53,7 @@ class Gang:
             os.chdir("/")
             status = self.hold()
             if status == 0:
-                self.detach()
+                detach(os.path.join(self.attempt_dir, "logs", "gang.log"))
             os.write(write, bytes([status]))
             os.close(write)
             if status == 0:
@@ -78,7 +78,7 @@ class Gang:
             f"{self.config.marker} is held by {held.get('owner')} (pid {held.get('pid')} on "
             f"{held.get('host')}); nothing was started"
         )
-        if not is_running(int(held.get("pid", 0)), str(held.get("pid_start")), str(held.get("boot_id"))):
+        if not holder_runs(held):
             remove(os.path.join(self.attempt_dir, "secrets.json"))  # nobody is left to remove it
         return EXIT_HELD
 
@@ -103,16 +103,6 @@ class Gang:
             share = len(names) // self.config.nnodes
             agent.slots = self.slots
             agent.own_env["CUDA_VISIBLE_DEVICES"] = ",".join(names[agent.node * share : (agent.node + 1) * share])
-
-    def detach(self) -> None:
-        """Let go of the caller's terminal and pipes."""
-        log = os.open(os.path.join(self.attempt_dir, "logs", "gang.log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        null = os.open(os.devnull, os.O_RDONLY)
-        sys.stderr.flush()
-        for target, source in ((0, null), (1, log), (2, log)):
-            os.dup2(source, target)
-        os.close(log)
-        os.close(null)
 
     def supervise(self) -> None:
         """Start one agent per node and wait for all of them."""

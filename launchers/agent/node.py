@@ -227,11 +227,6 @@ class Node(Supervisor):
                 remove(os.path.join(self.private, name))
 
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-
 def start_services(node: Supervisor, values: Mapping[str, str], env: dict[str, str]) -> bool:
     """Start what runs beside the program on this node, and wait on node 0 until all nodes have found each other.
 

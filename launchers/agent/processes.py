@@ -174,3 +174,15 @@ def describe_exit(code: int | None, name: str | None) -> str:
 def agent_argv(runtime_tree: str) -> list[str]:
     """Return the command line that runs the agent of *runtime_tree*: as a package, which is read from byte code."""
     return [sys.executable, "-I", "-S", runtime_tree]
+
+
+def detach(path: str) -> None:
+    """Let go of the caller's terminal and pipes; what is printed from now on goes to the log at *path*."""
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for target, source in ((0, null), (1, log), (2, log)):
+        os.dup2(source, target)
+    os.close(log)
+    os.close(null)

@@ -7,7 +7,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
 
@@ -38,6 +38,11 @@ def process_stat(pid: int) -> list[str] | None:
 def is_running(pid: int, start: str, boot: str) -> bool:
     """Return whether that very process still runs on this machine (not a later one with the same number)."""
     return bool(pid) and boot == boot_id() and process_start(pid) == start
+
+
+def holder_runs(lease: Mapping[str, Any]) -> bool:
+    """Return whether the process that holds *lease* runs on this machine."""
+    return is_running(int(lease.get("pid", 0)), str(lease.get("pid_start")), str(lease.get("boot_id")))
 
 
 def identity() -> dict[str, Any]:

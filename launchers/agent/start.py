@@ -13,7 +13,8 @@ import sys
 from orc.launchers.agent.errors import EXIT_BUSY, EXIT_HELD, EXIT_LAUNCH, LaunchFailure, log_stderr
 from orc.launchers.agent.lease import take_lease
 from orc.launchers.agent.node import Node
-from orc.launchers.agent.procfs import is_running
+from orc.launchers.agent.processes import detach
+from orc.launchers.agent.procfs import holder_runs
 from orc.launchers.agent.records import read_json, remove
 from orc.launchers.agent.slots import Slots, slot_names
 
@@ -56,7 +57,7 @@ def start(config: AgentConfig, node: int, owner: str) -> int:
         answer = hold(own)
         status = int(answer["status"])
         if status == 0:
-            detach(own)
+            detach(os.path.join(own.logs, f"node-{own.node}.log"))  # SSH waits for the pipes
         elif answer.get("alive") is not True and config.marker not in answer.get("holders", ()):
             # What was just brought is nobody's.
             for name in CONFIDENTIAL:
@@ -120,21 +121,4 @@ def taken(path: str) -> dict[str, Any]:
     lease = read_json(path) or {}
     holder = {name: lease.get(name) for name in ("owner", "pid", "host", "at")}
     where = lease.get("hub") or {}
-    return {"state": "taken", "holder": holder, "alive": _runs(lease), **where, "status": EXIT_HELD}
-
-
-def detach(own: Node) -> None:
-    """Let go of the caller's terminal and pipes: SSH waits for them."""
-    path = os.path.join(own.logs, f"node-{own.node}.log")
-    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    null = os.open(os.devnull, os.O_RDONLY)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for target, source in ((0, null), (1, log), (2, log)):
-        os.dup2(source, target)
-    os.close(log)
-    os.close(null)
-
-
-def _runs(lease: dict[str, Any]) -> bool:
-    return is_running(int(lease.get("pid", 0)), str(lease.get("pid_start")), str(lease.get("boot_id")))
+    return {"state": "taken", "holder": holder, "alive": holder_runs(lease), **where, "status": EXIT_HELD}

@@ -8,13 +8,13 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 
-from orc.launchers.containers.transport import PIECE, Channel, ContainerProcess, command_program, command_request
+from orc.launchers.containers.transport import COMMAND_PROGRAM, PIECE, Channel, ContainerProcess, command_request
 from orc.launchers.errors import LaunchError
 
 
 def attach(start: Callable[[Sequence[str]], Channel], python: str, words: Sequence[str]) -> int:
-    """Run a command that *start* starts by way of `command_program`; returns its exit status."""
-    channel = start(command_program(python))
+    """Run a command that *start* starts by way of `containers.command_program`; returns its exit status."""
+    channel = start(COMMAND_PROGRAM.argv(python))
     with ContainerProcess(channel, command_request(words), threading.TIMEOUT_MAX, words[0]) as process:
 
         def feed() -> None:

@@ -1,24 +1,23 @@
-"""`Transport` into a container of a platform that can run a command there: all goes through `command_program`."""
+"""`Transport` into a container of a platform that can run a command there: by way of `containers.command_program`."""
 
 from __future__ import annotations
 
 import abc
-import base64
+import io
 import json
 import struct
 import threading
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 from orc.launchers.agent.records import RECORD_BYTES
 from orc.launchers.errors import BackendError, BackendUnreachable
+from orc.launchers.remote.programs import Program
 from orc.launchers.remote.transport import CommandTimeout, Completed, Process, Transport
 
 DISK_S = 60.0  # a file operation that takes longer hangs
 PIECE = 1 << 16
+COMMAND_PROGRAM = Program("containers.command_program", ("remote.files",))
 
 
 class Channel(Protocol):
@@ -40,21 +39,13 @@ class Channel(Protocol):
         ...
 
 
-@cache
-def command_program(python: str) -> tuple[str, ...]:
-    """Return the command that runs `command_program` with an interpreter of a container."""
-    packed = base64.b64encode(zlib.compress(Path(__file__).with_name("command_program.py").read_bytes(), 9)).decode()
-    text = f"import base64,zlib;exec(zlib.decompress(base64.b64decode('{packed}')))"
-    return (python, "-I", "-S", "-c", text)
-
-
-def command_request(argv: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what `command_program` takes for a command."""
-    return {"argv": list(argv), "env": dict(env or {}), "drop": [], "keep": []}
+def command_request(argv: Sequence[str]) -> dict[str, Any]:
+    """Return what `containers.command_program` takes for a command."""
+    return {"argv": list(argv), "env": {}, "drop": [], "keep": []}
 
 
 class ContainerProcess(Process):
-    """A program in a container: what `command_program` does for the first thing that it is sent, *request*."""
+    """A program in a container: what `containers.command_program` does for *request*, the first that it is sent."""
 
     def __init__(self, channel: Channel, request: Mapping[str, Any], timeout_s: float, name: str) -> None:
         self._channel, self._timeout_s, self._name = channel, timeout_s, name
@@ -64,6 +55,7 @@ class ContainerProcess(Process):
         self._open = True
         self._why: BackendError = BackendUnreachable(f"{name}: the connection was cut")
         threading.Thread(target=self._receive, name=f"container {name}", daemon=True).start()
+        self._send(COMMAND_PROGRAM.packed)
         self.send(json.dumps(dict(request)).encode())
 
     def _receive(self) -> None:
@@ -85,7 +77,9 @@ class ContainerProcess(Process):
 
     def send(self, data: bytes) -> None:
         """Send a frame to the program. Raises `BackendUnreachable` when it has ended."""
-        data = struct.pack(">I", len(data)) + data
+        self._send(struct.pack(">I", len(data)) + data)
+
+    def _send(self, data: bytes) -> None:
         try:
             for start in range(0, len(data), PIECE):
                 self._channel.send(data[start : start + PIECE])
@@ -149,13 +143,11 @@ class ContainerTransport(Transport):
         return path
 
     def _start(self, request: Mapping[str, Any], timeout_s: float, name: str) -> ContainerProcess:
-        return ContainerProcess(self.channel(command_program(self._python)), request, timeout_s, name)
+        return ContainerProcess(self.channel(COMMAND_PROGRAM.argv(self._python)), request, timeout_s, name)
 
-    def stream(
-        self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
-    ) -> ContainerProcess:
+    def stream(self, argv: Sequence[str], *, timeout_s: float) -> ContainerProcess:
         """See `Transport.stream`."""
-        return self._start(command_request(argv, env), timeout_s, argv[0].rpartition("/")[2])
+        return self._start(command_request(argv), timeout_s, argv[0].rpartition("/")[2])
 
     def run(
         self,
@@ -168,7 +160,7 @@ class ContainerTransport(Transport):
         stdin: bytes | None = None,
     ) -> Completed:
         """See `Transport.run`."""
-        request = {**command_request(argv, env), "drop": list(drop_env), "keep": list(keep_env)}
+        request = {"argv": list(argv), "env": dict(env or {}), "drop": list(drop_env), "keep": list(keep_env)}
         with self._start(request, timeout_s, argv[0].rpartition("/")[2]) as process:
             process.write(stdin or b"")
             process.close_stdin()
@@ -210,15 +202,11 @@ class ContainerTransport(Transport):
 
     def read_many(self, paths: Iterable[str], *, limit: int = RECORD_BYTES) -> dict[str, bytes]:
         """See `Transport.read_many`."""
-        wanted, found = list(paths), {}
-        if not wanted:
+        if not (wanted := list(paths)):
             return {}
         sizes, _, data = self._ask("read_many", paths=wanted, limit=limit).partition(b"\n")
-        start = 0
-        for path, size in zip(wanted, json.loads(sizes), strict=True):
-            if size >= 0:
-                found[path], start = data[start : start + size], start + size
-        return found
+        contents = io.BytesIO(data)
+        return {path: contents.read(size) for path, size in json.loads(sizes).items()}
 
     def names(self, path: str) -> list[str]:
         """See `Transport.names`."""

@@ -73,7 +73,7 @@ class Transport(abc.ABC):
     name: str  # the host's name in its cluster; ``local`` for this machine
 
     @abc.abstractmethod
-    def stream(self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> Process:
+    def stream(self, argv: Sequence[str], *, timeout_s: float) -> Process:
         """Start a command and return it with its pipes. *timeout_s* limits every single wait, not the whole.
 
         Raises `BackendError` when the program does not exist there, `BackendUnreachable`.
@@ -172,10 +172,10 @@ class Transport(abc.ABC):
 class LocalProcess:
     """A program on this machine, see `Process`. One thread at a time may use it."""
 
-    def __init__(self, argv: Sequence[str], timeout_s: float, env: Mapping[str, str]) -> None:
+    def __init__(self, argv: Sequence[str], timeout_s: float) -> None:
         self._argv, self._timeout_s = tuple(argv), timeout_s
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process is left
-        self._popen = _start(argv, env, subprocess.PIPE, subprocess.PIPE, self._stderr)
+        self._popen = _start(argv, os.environ, subprocess.PIPE, subprocess.PIPE, self._stderr)
         self._stdin, self._stdout = cast(IO[bytes], self._popen.stdin), cast(IO[bytes], self._popen.stdout)
         os.set_blocking(self._stdin.fileno(), False)
         self._out, self._open = bytearray(), True
@@ -271,9 +271,9 @@ class LocalTransport(Transport):
                 kill_group(popen)
             return Completed(tuple(argv), status, _text(out), _text(err))
 
-    def stream(self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> LocalProcess:
+    def stream(self, argv: Sequence[str], *, timeout_s: float) -> LocalProcess:
         """See `Transport.stream`."""
-        return LocalProcess(argv, timeout_s, {**os.environ, **(env or {})})
+        return LocalProcess(argv, timeout_s)
 
     def close(self) -> None:
         """See `Transport.close`; there are no connections."""

@@ -219,7 +219,7 @@ def _clusters(document: Document) -> dict[str, Cluster]:
     from orc.launchers.spec.interpolation import Interpolation
     from orc.launchers.spec.problems import SpecProblems, at, choose, translate
 
-    problems = Interpolation(document, os.environ, (), _reading, None).run() if document.has_references() else []
+    problems = Interpolation(document, (), _reading, None).run() if document.has_references() else []
     entries: dict[str, Any] = {}
     for name, data in document.data.items():
         if what := _refuse(name, data):

@@ -86,44 +86,34 @@ class ExaminedGroup:
 
 
 def load_jobs(
-    path: str | os.PathLike[str],
-    given: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    cluster: str | None = None,
+    path: str | os.PathLike[str], given: Sequence[str] = (), *, cluster: str | None = None
 ) -> LoadedJob | LoadedGroup:
     """Return the job or the group of jobs in the file *path*; arguments as of `load_job`. Raises `SpecError`."""
-    found = examine_jobs(path, given, env, cluster)
-    if isinstance(found, ExaminedGroup):
-        return found.loaded()
-    if found.problems or found.loaded is None:
-        raise SpecProblems(found.problems)
-    return found.loaded
+    found = examine_jobs(path, given, cluster=cluster)
+    return found.loaded() if isinstance(found, ExaminedGroup) else found.job()
 
 
 def examine_jobs(
-    path: str | os.PathLike[str],
-    given: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    cluster: str | None = None,
+    path: str | os.PathLike[str], given: Sequence[str] = (), *, cluster: str | None = None
 ) -> Examined | ExaminedGroup:
     """Return the job or the group in the file *path* with all that is wrong with it; arguments as of `load_job`."""
     document, source_path = read_job_file(path, given, cluster)
     if "jobs" in document.data:
-        return _pipeline(document, source_path, env, cluster)
+        return _pipeline(document, source_path, cluster)
     if document.data.get("sweep") is None and document.data.get("array") is None:
-        return examine_document(document, source_path, env)
-    return _sweep(document, source_path, env)
+        return examine_document(document, source_path)
+    return _sweep(document, source_path)
 
 
 # -- sweeps and arrays
 
 
-def _sweep(document: Document, source_path: Path, env: Mapping[str, str] | None) -> Examined | ExaminedGroup:
+def _sweep(document: Document, source_path: Path) -> Examined | ExaminedGroup:
     own_keys = {key: document.data[key] for key in OF_GROUP if key in document.data}
     try:  # the group alone: the keys that it gives values to need not be there without it
         spec = validate(Document({"name": "x", "command": "x", **own_keys}, "", document.keys, document.values))
     except SpecProblems:
-        return examine_document(_copy(document), source_path, env)
+        return examine_document(_copy(document), source_path)
     name = _REFERENCE.sub("", str(document.data.get("name", "")))
     found = ExaminedGroup("array" if spec.sweep is None else "sweep", name, source_path, spec.max_parallel)
     if spec.sweep is not None:
@@ -142,7 +132,7 @@ def _sweep(document: Document, source_path: Path, env: Mapping[str, str] | None)
         _put_all(own, "env", {"ORC_ARRAY_TASK_ID": str(index), **shared})
         tags = own.data.get("tags") or {}
         _put_all(own, "tags", {key: text for key, text in parameters.items() if key not in tags and text})
-        examined = examine_document(own, source_path, env)
+        examined = examine_document(own, source_path)
         found.members.append((examined, index, parameters, ""))
         if examined.problems:  # the others have the same ones, or theirs can wait
             break
@@ -181,9 +171,7 @@ def _shown(value: Any) -> str:
 # -- pipelines
 
 
-def _pipeline(
-    document: Document, source_path: Path, env: Mapping[str, str] | None, cluster: str | None
-) -> ExaminedGroup:
+def _pipeline(document: Document, source_path: Path, cluster: str | None) -> ExaminedGroup:
     data = document.data
     name = data.get("name")
     found = ExaminedGroup("pipeline", name if isinstance(name, str) else "pipeline", source_path)
@@ -210,7 +198,7 @@ def _pipeline(
             what = "a job of a pipeline is one job: submit sweeps and arrays by themselves"
             found.problems.append(at(document, (*place, refused), what, key=True))
         else:
-            examined = examine_document(_stage(document, stage, found.name, cluster), source_path, env)
+            examined = examine_document(_stage(document, stage, found.name, cluster), source_path)
             found.members.append((examined, index, {}, stage))
     found.problems += _wrong_relations(document, found)
     return found

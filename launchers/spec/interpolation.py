@@ -6,8 +6,9 @@ Anything else that looks like a shell variable (``$HOME``, ``${HOME}``) stays as
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from orc.launchers.errors import SpecError
@@ -33,13 +34,11 @@ class Interpolation:
     def __init__(
         self,
         document: Document,
-        env: Mapping[str, str],
         secrets: Collection[str],
         reading: Callable[[KeyPath], Reading],
         defaults: Callable[[KeyPath], Any] | None,
     ) -> None:
         self._document = document
-        self._env = env
         self._secrets = secrets
         self._reading = reading
         self._defaults = defaults
@@ -111,7 +110,7 @@ class Interpolation:
             raise _BadReference(f"${{env:{rest}}} names no environment variable")
         if name in self._secrets:
             raise _BadReference(f"${{env:{name}}} would copy a secret into the job; a rank reads it as ${name}")
-        value = self._env.get(name)
+        value = os.environ.get(name)
         if has_default and not value:
             return default
         if value is None:

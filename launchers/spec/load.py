@@ -115,30 +115,25 @@ class Examined(NamedTuple):
     problems: list[Problem]
     loaded: LoadedJob | None  # of what is right; `None` where nothing can be made of that
 
+    def job(self) -> LoadedJob:
+        """Return the job. Raises `SpecProblems` with everything that is wrong."""
+        if self.problems or self.loaded is None:
+            from orc.launchers.spec.problems import SpecProblems
 
-def load_job(
-    path: str | os.PathLike[str],
-    overrides: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    cluster: str | None = None,
-) -> LoadedJob:
+            raise SpecProblems(self.problems)
+        return self.loaded
+
+
+def load_job(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, cluster: str | None = None) -> LoadedJob:
     """Return the job in the file *path*; ``-`` is standard input, with paths relative to the current directory.
 
-    *overrides* are ``key.path=VALUE`` texts, applied in order; *cluster* goes over all of them; *env* answers
-    ``${env:NAME}`` and is the process's environment unless given. Raises `SpecError` with everything that is wrong.
+    *overrides* are ``key.path=VALUE`` texts, applied in order; *cluster* goes over all of them. Raises `SpecError` with
+    everything that is wrong.
     """
-    found = examine(path, overrides, env, cluster)
-    _complain(found.problems)
-    assert found.loaded is not None
-    return found.loaded
+    return examine(path, overrides, cluster).job()
 
 
-def examine(
-    path: str | os.PathLike[str],
-    overrides: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    cluster: str | None = None,
-) -> Examined:
+def examine(path: str | os.PathLike[str], overrides: Sequence[str] = (), cluster: str | None = None) -> Examined:
     """Return all that is wrong with a job file at once; arguments as for `load_job`.
 
     Raises `SpecError` for what cannot be read as YAML, and for an override that cannot be applied.
@@ -150,7 +145,7 @@ def examine(
             where=str(source_path),
             hint="`orc submit` and `orc render` take those",
         )
-    return examine_document(document, source_path, env)
+    return examine_document(document, source_path)
 
 
 def read_job_file(
@@ -187,10 +182,10 @@ def job_of_script(path: Path) -> Document:
     return Document(data, str(path), {}, {})
 
 
-def examine_document(document: Document, source_path: Path, env: Mapping[str, str] | None = None) -> Examined:
+def examine_document(document: Document, source_path: Path) -> Examined:
     """Return all that is wrong with one job of a job file, whose data is *document*. Raises `SpecError`."""
     base = _base_dir(source_path)
-    problems = _interpolate(document, os.environ if env is None else env) if document.has_references() else []
+    problems = _interpolate(document) if document.has_references() else []
     spec: JobSpec | None
     try:
         spec = JobSpec.model_validate(document.data)
@@ -268,7 +263,7 @@ def known_keys(path: KeyPath) -> Sequence[str]:
 
 def suggest(path: KeyPath, name: str) -> str:
     """Return the suggestion for the unknown key *name* of the section at *path*: its right place, or a similar key."""
-    from orc.launchers.spec.problems import nearest
+    from orc.launchers.spec.problems import closest, nearest
 
     sections = {key: known_keys((key,)) for key in keys_of(JobSpec)}
     # Many sections have a `kind`: in another one, the launcher's is not what was meant.
@@ -285,9 +280,9 @@ def suggest(path: KeyPath, name: str) -> str:
             return f", did you mean {begun[0]!r}?"
     if near := nearest(name, valid):
         return near
-    if not path and (near := nearest(name, [key for keys in sections.values() for key in keys])):
-        key = near.split("'")[1]
-        return near.replace(key, next(f"{section}.{key}" for section, keys in sections.items() if key in keys))
+    if not path and (key := closest(name, [key for keys in sections.values() for key in keys])):
+        home = next(section for section, keys in sections.items() if key in keys)
+        return f", did you mean '{home}.{key}'?"
     return f"; known are {', '.join(valid)}"
 
 
@@ -302,19 +297,12 @@ def _default(path: KeyPath) -> Any:
     return None if field.is_required() else field.get_default(call_default_factory=True)
 
 
-def _interpolate(document: Document, env: Mapping[str, str]) -> list[Problem]:
+def _interpolate(document: Document) -> list[Problem]:
     from orc.launchers.spec.interpolation import Interpolation
 
     listed = document.data.get("secrets")
     secrets = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
-    return Interpolation(document, env, secrets, reading, _default).run()
-
-
-def _complain(problems: Sequence[Problem]) -> None:
-    if problems:
-        from orc.launchers.spec.problems import SpecProblems
-
-        raise SpecProblems(problems)
+    return Interpolation(document, secrets, reading, _default).run()
 
 
 def _place_options(spec: JobSpec, document: Document) -> None:

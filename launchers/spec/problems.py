@@ -46,13 +46,18 @@ class SpecProblems(SpecError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``, did you mean 'nodes'?``, or nothing when no known name is near."""
+    near = closest(name, known)
+    return f", did you mean {near!r}?" if near else ""
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is near to *name*, or nothing."""
     import difflib
 
     names = list(known)
     # difflib thinks nothing of two letters in the wrong order: for it, "agrs" is as near to "tags" as to "args".
     near = sorted(difflib.get_close_matches(name, names, n=5), key=lambda key: _slips(name, key))
-    near = near or [k for k in names if k.startswith(f"{name}_")]
-    return f", did you mean {near[0]!r}?" if near else ""
+    return next(iter(near or [k for k in names if k.startswith(f"{name}_")]), "")
 
 
 def _slips(typed: str, meant: str) -> int:

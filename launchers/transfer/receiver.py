@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 from orc.launchers.agent.messages import encode_message
 from orc.launchers.errors import BundleError
@@ -46,7 +46,7 @@ _FREE_SPACE = "Free some space (`orc gc --cluster ...` removes what no job needs
 class Receiver:
     """Transfer into the store below one cluster root."""
 
-    def __init__(self, source: IO[bytes]) -> None:
+    def __init__(self, source: io.BufferedReader) -> None:
         self._source = source
         self._store = TreeStore("/")  # until the request names it
         self._missing: dict[str, Entry] = {}

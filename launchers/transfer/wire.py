@@ -2,8 +2,11 @@
 
     client  {"root", "trusted", "dry_run", "manifests"}       one line of JSON
     host    MAGIC, {"new", "missing", "size"}
-    client  a tar archive of the missing contents, each named by its hash, gzipped where that pays; end of file
+    client  a stream of the missing contents, gzipped where that pays; end of file
     host    {"missing"}                                       what did not arrive as it should be: nothing, mostly
+
+A stream of contents has a first line, then for each content a line ``<sha256> <size>`` and its bytes, then a last line.
+One that was cut off lacks that, so nothing of it counts. Files travel to a service in the same.
 
 The host may print ``{"busy": true}`` at any time, and ``{"error": {"what", "where", "hint"}}`` as its last line.
 
@@ -13,21 +16,29 @@ Travels to the hosts as it is: standard library only, Python >= 3.9.
 from __future__ import annotations
 
 import base64
+import errno
+import gzip
 import io
+import itertools
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
 from orc.launchers.agent.messages import decode_message
-from orc.launchers.snapshot.manifest import SHA256
+from orc.launchers.snapshot.manifest import Entry
 from orc.launchers.snapshot.tree_store import read_chunks
 
 MAGIC = b"\0orc-sync-2\n"  # a login shell may print a greeting before it
 GREETING_BYTES = 1 << 16
 MAX_LINE = 1 << 28  # bytes: half a million files in a manifest
 CHUNK = 1 << 18
+FIRST, LAST = b"orc-contents 1\n", b"end\n"
+_HEAD = re.compile(rb"([0-9a-f]{64}) ([0-9]{1,19})\n")
+_LONGEST_HEAD = 64 + 1 + 19 + 1
+_CUT_OFF = "the stream of contents was cut off"
 
 
 class WireError(Exception):
@@ -106,66 +117,79 @@ def is_compressible(contents: Iterable[Content]) -> bool:
     return len(zlib.compress(sample, 1)) < len(sample) * 2 / 3
 
 
-class _Sink:
-    """Archive file that hands its bytes on, gzipped or not."""
+def head_of(content: Content | Entry) -> bytes:
+    """Return the line before a content in a stream."""
+    return f"{content.sha256} {content.size}\n".encode()
 
-    def __init__(self, write: Callable[[bytes], object], compress: bool, sent: Callable[[int], object]) -> None:
-        self._write, self._sent = write, sent
-        self._deflater = zlib.compressobj(1, wbits=31) if compress else None
 
-    def write(self, data: bytes) -> int:
-        if packed := self._deflater.compress(data) if self._deflater else data:
-            self._write(packed)
-        self._sent(len(data))
-        return len(data)
+def stream_of(contents: Iterable[Content]) -> Iterator[bytes]:
+    """Yield a stream of *contents*, in pieces that are worth sending.
 
-    def finish(self) -> None:
-        if self._deflater:
-            self._write(self._deflater.flush())
+    Raises `OSError` for a file that cannot be read, or is not as large as it should be.
+    """
+    held, size = [FIRST], len(FIRST)
+    for content in contents:
+        left = content.size
+        for piece in itertools.chain([head_of(content)], read_chunks(content.path)):
+            held.append(piece)
+            size += len(piece)
+            if size >= CHUNK:
+                yield b"".join(held)
+                held, size = [], 0
+            left -= len(piece)
+        if left != -len(head_of(content)):
+            raise OSError(errno.EIO, "a stored content was changed", os.fsdecode(content.path))
+    yield b"".join([*held, LAST])
 
 
 def send_contents(
     contents: Iterable[Content], write: Callable[[bytes], object], *, compress: bool, sent: Callable[[int], object]
 ) -> None:
-    """Write a tar archive of *contents*; *sent* gets numbers of uncompressed bytes.
+    """Write a stream of *contents*, gzipped with *compress*; *sent* gets numbers of uncompressed bytes.
 
-    Raises `OSError` for a file that cannot be read or has become shorter, and what *write* raises.
+    Raises what `stream_of` and *write* raise.
     """
-    import tarfile  # here and below, because most transfers have nothing to send
-
-    sink = _Sink(write, compress, sent)
-    with tarfile.open(fileobj=sink, mode="w|", bufsize=CHUNK, format=tarfile.GNU_FORMAT) as archive:  # type: ignore[call-overload]
-        for content in contents:
-            info = tarfile.TarInfo(content.sha256)
-            info.size = content.size
-            with open(os.open(content.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
-                archive.addfile(info, file)
-    sink.finish()
+    deflater = zlib.compressobj(1, wbits=31) if compress else None
+    for data in stream_of(contents):
+        if packed := deflater.compress(data) if deflater else data:
+            write(packed)
+        sent(len(data))
+    if deflater:
+        write(deflater.flush())
 
 
-def receive_contents(file: IO[bytes]) -> Iterator[tuple[str, int, Iterator[bytes]]]:
-    """Yield hash, size and chunks of each content of the archive in *file*. Raises `WireError`.
+def receive_contents(file: io.BufferedReader) -> Iterator[tuple[str, int, Iterator[bytes]]]:
+    """Yield hash, size and chunks of each content of the stream in *file*. Raises `WireError`.
 
-    Nothing but plain files named by a hash is let through, and names never become more than names of contents.
+    Nothing in a stream is a name, but for hashes.
     """
-    import tarfile
+    source: io.BufferedIOBase = gzip.GzipFile(fileobj=file) if file.peek(1)[:1] == b"\x1f" else file
+    if _read(source.readline, len(FIRST)) != FIRST:
+        raise WireError("not a stream of contents of this version of orc")
+    while (line := _read(source.readline, _LONGEST_HEAD)) != LAST:
+        head = _HEAD.fullmatch(line)
+        if head is None:
+            cut = len(line) < _LONGEST_HEAD and not line.endswith(b"\n")
+            raise WireError(_CUT_OFF if cut else "not a stream of contents: a line of it is malformed")
+        chunks = _chunks(source, int(head[2]))
+        yield head[1].decode(), int(head[2]), chunks
+        for _ in chunks:  # what was not taken
+            pass
+    if _read(source.read, 1):
+        raise WireError("the stream of contents goes on after its end")
 
+
+def _chunks(source: io.BufferedIOBase, left: int) -> Iterator[bytes]:
+    while left:
+        chunk = _read(source.read, min(left, CHUNK))
+        if not chunk:
+            raise WireError(_CUT_OFF)
+        left -= len(chunk)
+        yield chunk
+
+
+def _read(read: Callable[[int], bytes], size: int) -> bytes:
     try:
-        with tarfile.open(fileobj=file, mode="r|*", bufsize=CHUNK) as archive:
-            for member in archive:
-                content = archive.extractfile(member) if member.isreg() and not member.issparse() else None
-                if content is None or not SHA256.fullmatch(member.name):
-                    raise WireError(f"{member.name!r} is not a content")
-                yield member.name, member.size, _chunks(content)
-    except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise WireError(f"damaged on the way: {error}") from None
-
-
-def _chunks(content: IO[bytes]) -> Iterator[bytes]:
-    import tarfile
-
-    try:
-        while chunk := content.read(CHUNK):
-            yield chunk
-    except (tarfile.TarError, EOFError, zlib.error) as error:
+        return read(size)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise WireError(f"damaged on the way: {error}") from None

@@ -62,7 +62,7 @@ def request_of(call: Call[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Reques
 
 
 def put_contents(content: Callable[[], Iterator[bytes]], size: int) -> Request[None]:
-    """Send contents, framed by `orc.orchestrator.clients.content_stream`, *size* bytes in all."""
+    """Send contents, as a stream of `orc.launchers.transfer.wire`, *size* bytes in all."""
     return Request(
         "PUT",
         f"{PREFIX}/bundles/content",

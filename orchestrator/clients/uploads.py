@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from orc.launchers.errors import BundleError
 from orc.launchers.snapshot.manifest import SYMLINK
-from orc.orchestrator.clients import content_stream
+from orc.launchers.transfer.wire import FIRST, LAST, Content, head_of, stream_of
 
 if TYPE_CHECKING:
     from orc.launchers.snapshot.content_store import ContentStore
@@ -78,16 +78,44 @@ class LocalSnapshot:
         self, bundle: Bundle, hashes: Sequence[str], limit: int
     ) -> Iterator[tuple[Callable[[], Iterator[bytes]], int]]:
         """Yield the streams that bring the contents *hashes* of a tree, each with its size."""
-        known = self.contents(bundle)
-        home = os.fsencode(self._store.tree_path(bundle.digest))
+        known, sources = self.contents(bundle), self._store.sources(bundle)
         wanted = [known[one] for one in hashes if one in known]
         total = sum(entry.size for entry in wanted)
         done = 0
-
-        def source(entry: Entry) -> bytes:
-            return home + b"/" + entry.path.encode()
-
-        for upload in content_stream.batches(wanted, limit):
-            yield partial(content_stream.encode, upload, source), upload.size
-            done += sum(entry.size for entry in upload.entries)
+        for entries, size in batches(wanted, limit):
+            yield partial(_stream, [Content(entry.sha256, entry.size, sources[entry.path]) for entry in entries]), size
+            done += sum(entry.size for entry in entries)
             self._progress("upload", {"done": done, "bytes": total})
+
+
+def batches(entries: Iterable[Entry], limit: int) -> Iterator[tuple[list[Entry], int]]:
+    """Yield contents that travel together, in streams of *limit* bytes at most, each with its size.
+
+    Raises `BundleError` for a content that fits in none.
+    """
+    frame = len(FIRST) + len(LAST)
+    chosen: list[Entry] = []
+    size = frame
+    for entry in entries:
+        cost = len(head_of(entry)) + entry.size
+        if frame + cost > limit:
+            raise BundleError(
+                f"a file of {entry.size} bytes is more than the service takes in one upload ({limit} bytes)",
+                where=entry.path,
+                hint="exclude it in .orcignore or workdir.exclude and bring it to the cluster in another way",
+            )
+        if size + cost > limit:
+            yield chosen, size
+            chosen, size = [], frame
+        chosen.append(entry)
+        size += cost
+    if chosen:
+        yield chosen, size
+
+
+def _stream(contents: Sequence[Content]) -> Iterator[bytes]:
+    try:
+        yield from stream_of(contents)
+    except OSError as error:
+        what = f"cannot read the snapshot: {error.strerror or error}"
+        raise BundleError(what, where=str(error.filename), hint="submit again") from None

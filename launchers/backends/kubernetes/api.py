@@ -39,6 +39,7 @@ class ApiRefusal(BackendError):
     """The API server has answered with an error: nothing was changed."""
 
     code = 0
+    kind = ""  # of the object that it is about
 
 
 class Uncertain(BackendUnreachable):
@@ -147,7 +148,7 @@ class Api:
         elif status == 404 and kind == "namespaces":
             hint = "Correct `namespace` under `options:` of the cluster."
         error = ApiRefusal(what, where=self.where, hint=hint)
-        error.code = status
+        error.code, error.kind = status, kind
         return error
 
     def get(self, resource: str, name: str) -> dict[str, Any] | None:
@@ -166,7 +167,7 @@ class Api:
         try:
             return dict(self.request(method, path, body=body))
         except ApiRefusal as error:
-            if error.code != code or "`namespace`" in error.hint:
+            if error.code != code or error.kind == "namespaces":
                 raise
             return None
 

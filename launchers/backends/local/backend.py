@@ -261,13 +261,11 @@ class LocalBackend(Backend):
             raise BackendError(f"cannot start the agent: {error.strerror}", where=plan.commands[0].argv[0]) from None
         if done.returncode == 0:
             return self._handle(plan.marker, time.time())
-        if done.returncode == _HELD and (found := self.find(plan.marker)):
+        if done.returncode in (_HELD, _BUSY) and (found := self.find(plan.marker)):
             return found
         transport.remove(secrets_path)
         said = done.stderr.decode(errors="replace").strip().removeprefix("orc agent: ")
         if done.returncode == _BUSY:
-            if found := self.find(plan.marker):
-                return found
             raise NoRoom(said, where=self.cluster.name)
         raise BackendError(f"the agent could not start: {said or f'exit status {done.returncode}'}", where=directory)
 
@@ -383,25 +381,20 @@ def _json(data: Mapping[str, Any]) -> bytes:
 
 def _agents(records: AttemptRecords) -> str:
     """Return ``alive``, ``gone``, or ``elsewhere``: started on another machine that shares the root."""
-    from orc.launchers.agent.procfs import is_running
+    from orc.launchers.agent.procfs import holder_runs
 
     leases = [*records.leases.values(), *([records.gang] if records.gang else [])]
-    for lease in leases:
-        if is_running(int(lease.get("pid", 0)), str(lease.get("pid_start")), str(lease.get("boot_id"))):
-            return "alive"
+    if any(map(holder_runs, leases)):
+        return "alive"
     return "elsewhere" if any(lease.get("host") != os.uname().nodename for lease in leases) else "gone"
 
 
 def _signal_agents(records: AttemptRecords, number: signal.Signals) -> bool:
     """Send a signal to the agents that run on this machine; False when there are none."""
-    from orc.launchers.agent.procfs import is_running
+    from orc.launchers.agent.procfs import holder_runs
     from orc.launchers.agent.signals import signal_process
 
-    alive = [
-        int(lease["pid"])
-        for lease in records.leases.values()
-        if is_running(int(lease.get("pid", 0)), str(lease.get("pid_start")), str(lease.get("boot_id")))
-    ]
+    alive = [int(lease["pid"]) for lease in records.leases.values() if holder_runs(lease)]
     for pid in alive:
         signal_process(pid, number)
     return bool(alive)

@@ -5,25 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-SIZES = {
+# Families without GPUs in which the size says all: GiB of memory per virtual CPU, and the sizes, in xlarge (4 CPUs).
+_REGULAR = {
+    "c5": (2, "1 2 4 9 18"),
+    "c6i": (2, "1 2 4 8 12 16 24 32"),
+    "c7i": (2, "0.5 1 2 4 8 12 16 24 48"),
+    "c7i-flex": (2, "1 2 4 8 12 16"),
+    "c8i": (2, "1 2 4 8 12 16 24 32 48 96"),
+    "c8i-flex": (2, "1 2 4 8 12 16"),
+    "m4": (4, "1 2 4 10 16"),
+    "m5": (4, "0.5 1 2 4 12 24"),
+    "m6i": (4, "0.5 1 2 4 8 12 16 24 32"),
+    "m7i": (4, "0.5 1 2 4 8 12 16 24 48"),
+    "m7i-flex": (4, "0.5 1 2 4 8 12 16"),
+    "m8i": (4, "0.5 1 2 4 8 12 16 24 32 48 96"),
+    "m8i-flex": (4, "0.5 1 2 4 8 12 16"),
+    "r5": (8, "0.5 1 2 4 8 12 16 24"),
+    "r5d": (8, "0.5 1 2 4 8 12 16 24"),
+    "r6i": (8, "0.5 1 2 4 8 12 16 24 32"),
+    "r7i": (8, "0.5 1 2 4 8 12 16 24 48"),
+    "r8i": (8, "0.5 1 2 4 8 12 16 24 32 48 96"),
+    "r8i-flex": (8, "0.5 1 2 4 8 12 16"),
+    "trn1": (4, "2 32"),
+    "trn1n": (4, "32"),
+}
+# Others: size, virtual CPUs, GiB of memory, GPUs.
+_SIZES = {
     "c4": "xlarge 4 7 0, 2xlarge 8 15 0, 4xlarge 16 30 0, 8xlarge 36 60 0",
-    "c5": "xlarge 4 8 0, 2xlarge 8 16 0, 4xlarge 16 32 0, 9xlarge 36 72 0, 18xlarge 72 144 0",
     "c5n": "xlarge 4 10 0, 2xlarge 8 21 0, 4xlarge 16 42 0, 9xlarge 36 96 0, 18xlarge 72 192 0",
-    "c6i": (
-        "xlarge 4 8 0, 2xlarge 8 16 0, 4xlarge 16 32 0, 8xlarge 32 64 0, 12xlarge 48 96 0, "
-        "16xlarge 64 128 0, 24xlarge 96 192 0, 32xlarge 128 256 0"
-    ),
-    "c7i": (
-        "large 2 4 0, xlarge 4 8 0, 2xlarge 8 16 0, 4xlarge 16 32 0, 8xlarge 32 64 0, 12xlarge 48 96 0, "
-        "16xlarge 64 128 0, 24xlarge 96 192 0, 48xlarge 192 384 0"
-    ),
-    "c7i-flex": ("xlarge 4 8 0, 2xlarge 8 16 0, 4xlarge 16 32 0, 8xlarge 32 64 0, 12xlarge 48 96 0, 16xlarge 64 128 0"),
-    "c8i": (
-        "xlarge 4 8 0, 2xlarge 8 16 0, 4xlarge 16 32 0, 8xlarge 32 64 0, 12xlarge 48 96 0, "
-        "16xlarge 64 128 0, 24xlarge 96 192 0, 32xlarge 128 256 0, 48xlarge 192 384 0, "
-        "96xlarge 384 768 0"
-    ),
-    "c8i-flex": ("xlarge 4 8 0, 2xlarge 8 16 0, 4xlarge 16 32 0, 8xlarge 32 64 0, 12xlarge 48 96 0, 16xlarge 64 128 0"),
     "g4dn": ("xlarge 4 16 1, 2xlarge 8 32 1, 4xlarge 16 64 1, 8xlarge 32 128 1, 12xlarge 48 192 4, 16xlarge 64 256 1"),
     "g5": (
         "xlarge 4 16 1, 2xlarge 8 32 1, 4xlarge 16 64 1, 8xlarge 32 128 1, 12xlarge 48 192 4, "
@@ -43,29 +52,6 @@ SIZES = {
     "g7e": (
         "2xlarge 8 64 1, 4xlarge 16 128 1, 8xlarge 32 256 1, 12xlarge 48 512 2, 24xlarge 96 1024 4, 48xlarge 192 2048 8"
     ),
-    "m4": "xlarge 4 16 0, 2xlarge 8 32 0, 4xlarge 16 64 0, 10xlarge 40 160 0, 16xlarge 64 256 0",
-    "m5": ("large 2 8 0, xlarge 4 16 0, 2xlarge 8 32 0, 4xlarge 16 64 0, 12xlarge 48 192 0, 24xlarge 96 384 0"),
-    "m6i": (
-        "large 2 8 0, xlarge 4 16 0, 2xlarge 8 32 0, 4xlarge 16 64 0, 8xlarge 32 128 0, "
-        "12xlarge 48 192 0, 16xlarge 64 256 0, 24xlarge 96 384 0, 32xlarge 128 512 0"
-    ),
-    "m7i": (
-        "large 2 8 0, xlarge 4 16 0, 2xlarge 8 32 0, 4xlarge 16 64 0, 8xlarge 32 128 0, "
-        "12xlarge 48 192 0, 16xlarge 64 256 0, 24xlarge 96 384 0, 48xlarge 192 768 0"
-    ),
-    "m7i-flex": (
-        "large 2 8 0, xlarge 4 16 0, 2xlarge 8 32 0, 4xlarge 16 64 0, 8xlarge 32 128 0, "
-        "12xlarge 48 192 0, 16xlarge 64 256 0"
-    ),
-    "m8i": (
-        "large 2 8 0, xlarge 4 16 0, 2xlarge 8 32 0, 4xlarge 16 64 0, 8xlarge 32 128 0, "
-        "12xlarge 48 192 0, 16xlarge 64 256 0, 24xlarge 96 384 0, 32xlarge 128 512 0, 48xlarge 192 768 0, "
-        "96xlarge 384 1536 0"
-    ),
-    "m8i-flex": (
-        "large 2 8 0, xlarge 4 16 0, 2xlarge 8 32 0, 4xlarge 16 64 0, 8xlarge 32 128 0, "
-        "12xlarge 48 192 0, 16xlarge 64 256 0"
-    ),
     "p2": "xlarge 4 61 1, 8xlarge 32 488 8, 16xlarge 64 732 16",
     "p3": "2xlarge 8 61 1, 8xlarge 32 244 4, 16xlarge 64 488 8",
     "p3dn": "24xlarge 96 768 8",
@@ -77,34 +63,7 @@ SIZES = {
     "p6-b200": "48xlarge 192 2048 8",
     "p6-b300": "48xlarge 192 4096 8",
     "p6e-gb200": "36xlarge 144 960 4",
-    "r5": (
-        "large 2 16 0, xlarge 4 32 0, 2xlarge 8 64 0, 4xlarge 16 128 0, 8xlarge 32 256 0, "
-        "12xlarge 48 384 0, 16xlarge 64 512 0, 24xlarge 96 768 0"
-    ),
-    "r5d": (
-        "large 2 16 0, xlarge 4 32 0, 2xlarge 8 64 0, 4xlarge 16 128 0, 8xlarge 32 256 0, "
-        "12xlarge 48 384 0, 16xlarge 64 512 0, 24xlarge 96 768 0"
-    ),
-    "r6i": (
-        "large 2 16 0, xlarge 4 32 0, 2xlarge 8 64 0, 4xlarge 16 128 0, 8xlarge 32 256 0, "
-        "12xlarge 48 384 0, 16xlarge 64 512 0, 24xlarge 96 768 0, 32xlarge 128 1024 0"
-    ),
-    "r7i": (
-        "large 2 16 0, xlarge 4 32 0, 2xlarge 8 64 0, 4xlarge 16 128 0, 8xlarge 32 256 0, "
-        "12xlarge 48 384 0, 16xlarge 64 512 0, 24xlarge 96 768 0, 48xlarge 192 1536 0"
-    ),
-    "r8i": (
-        "large 2 16 0, xlarge 4 32 0, 2xlarge 8 64 0, 4xlarge 16 128 0, 8xlarge 32 256 0, "
-        "12xlarge 48 384 0, 16xlarge 64 512 0, 24xlarge 96 768 0, 32xlarge 128 1024 0, "
-        "48xlarge 192 1536 0, 96xlarge 384 3072 0"
-    ),
-    "r8i-flex": (
-        "large 2 16 0, xlarge 4 32 0, 2xlarge 8 64 0, 4xlarge 16 128 0, 8xlarge 32 256 0, "
-        "12xlarge 48 384 0, 16xlarge 64 512 0"
-    ),
     "t3": "medium 2 4 0, large 2 8 0, xlarge 4 16 0, 2xlarge 8 32 0",
-    "trn1": "2xlarge 8 32 0, 32xlarge 128 512 0",
-    "trn1n": "32xlarge 128 512 0",
     "trn2": "48xlarge 192 2048 0",
 }
 
@@ -143,10 +102,10 @@ class Instance:
 @cache
 def instances() -> dict[str, Instance]:
     """Return all known types by name."""
-    found = {}
-    for family, sizes in SIZES.items():
-        for entry in sizes.split(", "):
-            size, vcpus, memory, gpus = entry.split()
-            name = f"ml.{family}.{size}"
-            found[name] = Instance(name, int(vcpus), int(memory), int(gpus))
-    return found
+    rows = [(family, *entry.split()) for family, sizes in _SIZES.items() for entry in sizes.split(", ")]
+    for family, (memory, sizes) in _REGULAR.items():
+        for size in map(float, sizes.split()):
+            name = "large" if size < 1 else "xlarge" if size == 1 else f"{size:g}xlarge"
+            rows.append((family, name, f"{4 * size:g}", f"{4 * size * memory:g}", "0"))
+    found = (Instance(f"ml.{family}.{size}", *map(int, numbers)) for family, size, *numbers in rows)
+    return {instance.name: instance for instance in sorted(found, key=lambda instance: instance.name)}

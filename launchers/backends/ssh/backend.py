@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import (
@@ -67,14 +67,9 @@ class SshBackend(Backend):
     @cached_property
     def hosts(self) -> HostConnections:
         """Connections to the cluster's hosts, made when they are first needed."""
-        from orc.launchers.backends.ssh.hosts import HostConnections
+        from orc.launchers.backends.ssh.hosts import HostConnections, open_transports
 
-        def open_all() -> Mapping[str, Transport]:
-            from orc.launchers.backends.ssh.hosts import open_transports
-
-            return open_transports(self.cluster)
-
-        return HostConnections(self.settings, self._open_all or open_all)
+        return HostConnections(self.settings, self._open_all or partial(open_transports, self.cluster))
 
     @property
     def root(self) -> str:
@@ -183,11 +178,11 @@ class SshBackend(Backend):
             if away:
                 raise _no_answer(away)
             return None
-        started = {name: status for name, status in seen.items() if status.present and _lease(status)}
+        started = {name: status for name, status in seen.items() if status.lease}
         if started:
             if complete:
                 self._complete(marker, seen)
-            at = min(float((_lease(status) or {}).get("at") or 0.0) - status.ahead_s for status in started.values())
+            at = min(float((status.lease or {}).get("at") or 0.0) - status.ahead_s for status in started.values())
             return self._handle(marker, placed, at)
         # Agents are started in the order of the nodes, once all files are there.
         unknown = {name: status for name, status in away.items() if name == placed[0]}
@@ -355,10 +350,6 @@ class SshBackend(Backend):
 def _left(status: HostStatus) -> bool:
     """Return whether secrets or the token lie there, and no agent that would remove them runs."""
     return not status.alive and bool((status.answer or {}).get("confidential"))
-
-
-def _lease(status: HostStatus) -> Mapping[str, Any] | None:
-    return status.record(f"node-{(status.answer or {}).get('node')}/lease.json")
 
 
 def _fenced(seen: Mapping[str, HostStatus]) -> bool:

@@ -13,8 +13,8 @@ import signal
 import sys
 import time
 
-from orc.launchers.agent import procfs
 from orc.launchers.agent.cleanup import kill_attempt
+from orc.launchers.agent.procfs import holder_runs
 from orc.launchers.agent.records import NODE_RECORD_BYTES, checked, create_json, read_json, remove
 from orc.launchers.agent.signals import signal_process
 from orc.launchers.attempts.home import at_home
@@ -46,11 +46,6 @@ def write(path: str, text: str, mode: int) -> None:
         raise
 
 
-def is_running(lease: dict[str, Any]) -> bool:
-    """Return True while the process that holds *lease* runs on this machine."""
-    return procfs.is_running(int(lease.get("pid", 0)), str(lease.get("pid_start")), str(lease.get("boot_id")))
-
-
 def status(request: dict[str, Any]) -> dict[str, Any]:
     """Return the status of some attempts on this host, by their directories."""
     attempts: dict[str, Any] = {}
@@ -71,7 +66,7 @@ def status_of(directory: str, host: str) -> dict[str, Any]:
     names = hosts_in(config)
     node = names.index(host) if host in names else None
     lease = record_of(os.path.join(directory, f"node-{node}", "lease.json"))
-    alive = lease is not None and is_running(lease)  # before the records are read: who is gone now has left them
+    alive = lease is not None and holder_runs(lease)  # before the records are read: who is gone now has left them
     records: dict[str, Any] = {}
     ages: dict[str, float] = {}
     here = set(os.listdir(directory))
@@ -207,7 +202,7 @@ def reap(request: dict[str, Any]) -> dict[str, Any]:
         seen = status_of(directory, request["host"])
         if seen["alive"] and f"node-{seen['node']}/exit.json" not in seen["records"]:
             lease = seen["records"].get(f"node-{seen['node']}/lease.json", {})
-            if seen["silence"] > request["peer_timeout_s"] and is_running(lease):
+            if seen["silence"] > request["peer_timeout_s"] and holder_runs(lease):
                 signal_process(int(lease["pid"]), signal.SIGKILL)
                 end(directory)
             write(os.path.join(directory, "cancel.json"), '{"grace_s": 0, "reason": "given up as lost"}', 0o600)

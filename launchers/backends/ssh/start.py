@@ -100,7 +100,7 @@ def complete(hosts: HostConnections, marker: str, statuses: Mapping[str, HostSta
     Returns whether anything was started. Raises `BackendError`.
     """
     placed = placement(statuses)
-    missing = [name for name in placed[1:] if (own := statuses.get(name)) and own.present and not _started(own)]
+    missing = [name for name in placed[1:] if (own := statuses.get(name)) and own.present and not own.lease]
     first = statuses.get(placed[0]) if placed else None
     if not missing or first is None or not first.alive or any(_is_ending(status) for status in statuses.values()):
         return False
@@ -132,13 +132,8 @@ def undo(hosts: HostConnections, marker: str, names: Sequence[str], *, only_unst
 
 def placement(statuses: Mapping[str, HostStatus]) -> tuple[str, ...]:
     """Return the attempt's hosts in node order, by the files on those that answered, of started ones first."""
-    there = sorted((s for s in statuses.values() if s.present), key=lambda s: (not _started(s), s.answer["age"]))  # type: ignore[index]
+    there = sorted((s for s in statuses.values() if s.present), key=lambda s: (not s.lease, s.answer["age"]))  # type: ignore[index]
     return tuple(str(host["name"]) for host in there[0].answer["config"]["hosts"]) if there else ()  # type: ignore[index]
-
-
-def _started(status: HostStatus) -> bool:
-    """Return True when this host's own agent has been there."""
-    return status.present and status.record(f"node-{(status.answer or {}).get('node')}/lease.json") is not None
 
 
 def _is_ending(status: HostStatus) -> bool:

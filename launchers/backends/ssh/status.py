@@ -45,6 +45,11 @@ class HostStatus:
         found: float | None = (self.answer or {}).get("silence")
         return found if self.alive else None
 
+    @property
+    def lease(self) -> Record | None:
+        """Lease of this host's own agent of the attempt; `None` where that has not been there."""
+        return self.record(f"node-{(self.answer or {}).get('node')}/lease.json") if self.present else None
+
     def record(self, name: str) -> Record | None:
         """Return one of the records in the attempt's directory there."""
         found = (self.answer or {}).get("records", {}).get(name)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.base import (
-    AttemptFiles,
     Backend,
     Cause,
     Handle,
@@ -40,7 +39,7 @@ from orc.launchers.backends.tpu.provision import request_tpu, require_own
 from orc.launchers.backends.tpu.rendering import render_plan
 from orc.launchers.backends.tpu.request import TpuLocation
 from orc.launchers.backends.tpu.settings import JobOptions, Options, Settings, read_settings
-from orc.launchers.backends.tpu.workers import directory_of, has_started, worker_name
+from orc.launchers.backends.tpu.workers import directory_of, worker_name
 from orc.launchers.errors import (
     AmbiguousSubmit,
     BackendError,
@@ -293,7 +292,7 @@ class TpuBackend(Backend):
             return self._booting(handle, node, error.what)
         if not started:
             statuses = inner.hosts.statuses(dict.fromkeys(handle.hosts, (handle.marker,)))[handle.marker]
-            if not any(has_started(status) for status in statuses.values()):
+            if not any(status.lease for status in statuses.values()):
                 away = [status for status in statuses.values() if status.answer is None]
                 if away:
                     return self._booting(handle, node, f"{away[0].host}: {away[0].why}")
@@ -342,22 +341,24 @@ class TpuBackend(Backend):
 
         return LocalTransport(), self._local(handle).attempt_directory
 
-    def _holder(self, handle: Handle) -> AttemptFiles:
-        """Return who has the attempt's files: its pod, until they have been copied here."""
-        pod = None if self._local(handle).has_logs else self._reachable(handle)
-        return pod or _Copies(self)
+    def _pod(self, handle: Handle) -> SshBackend | None:
+        """Return the pod that has the attempt's files; `None` when they have been copied here."""
+        return None if self._local(handle).has_logs else self._reachable(handle)
 
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
         """Return the logs on the workers, or in the copy."""
-        return self._holder(handle).log_selectors(handle)
+        pod = self._pod(handle)
+        return pod.log_selectors(handle) if pod else super().log_selectors(handle)
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
         """Yield a log from the worker that runs the rank, or from the copy."""
-        return self._holder(handle).logs(handle, selector, offset)
+        pod = self._pod(handle)
+        return pod.logs(handle, selector, offset) if pod else super().logs(handle, selector, offset)
 
     def read_file(self, handle: Handle, name: str, offset: int = 0, limit: int | None = None) -> bytes:
         """Return a file of the job from worker 0, or from the copy."""
-        return self._holder(handle).read_file(handle, name, offset, limit)
+        read = pod.read_file if (pod := self._pod(handle)) else super().read_file
+        return read(handle, name, offset, limit)
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Return OpenSSH commands with the addresses and host keys that were found when the TPU came up."""
@@ -488,17 +489,6 @@ class TpuBackend(Backend):
         from orc.launchers.backends.tpu.local_state import LocalState
 
         return LocalState(directory_of(self.cluster, request.tpu_id(marker), self._given_state_dir), marker)
-
-
-class _Copies(AttemptFiles):
-    """The copies of attempts' directories on this machine, which are empty before."""
-
-    def __init__(self, backend: TpuBackend) -> None:
-        self._backend = backend
-
-    def files(self, handle: Handle) -> tuple[Transport, str]:
-        """Return this machine, and the copy."""
-        return self._backend.files(handle)
 
 
 def _observed(end: Ended) -> Observation:

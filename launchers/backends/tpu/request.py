@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +132,7 @@ def _node_spec(options: Options, accelerator_type: str, marker: str, public_key:
         metadata["startup-script"] = options.startup_script
     network = {"enable_external_ips": options.external_ips}
     account = options.service_account
+    disks = [{"source_disk": disk.source, "mode": disk.mode.upper()} for disk in options.data_disks]
     return {
         "accelerator_type": accelerator_type,
         "runtime_version": options.runtime_version,
@@ -144,12 +145,8 @@ def _node_spec(options: Options, accelerator_type: str, marker: str, public_key:
         **({"metadata": dict(sorted(metadata.items()))} if metadata else {}),
         **({"tags": list(options.tags)} if options.tags else {}),
         **({"service_account": {"email": account.email, "scope": list(account.scopes)}} if account else {}),
-        **({"data_disks": _disks(options)} if options.data_disks else {}),
+        **({"data_disks": disks} if disks else {}),
     }
-
-
-def _disks(options: Options) -> Sequence[Mapping[str, str]]:
-    return [{"source_disk": disk.source, "mode": disk.mode.upper()} for disk in options.data_disks]
 
 
 def attempt_labels(options: Options, marker: str) -> dict[str, str]:

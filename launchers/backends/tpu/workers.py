@@ -19,7 +19,6 @@ from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote import files
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.ssh.status import HostStatus
     from orc.launchers.backends.tpu.client import TpuApi
     from orc.launchers.backends.tpu.lifecycle import Node
     from orc.launchers.backends.tpu.settings import Options, Settings
@@ -105,6 +104,7 @@ def known_hosts(node: Node, machines: Sequence[Worker], keys: Sequence[Mapping[s
 
 def ssh_config(node: Node, machines: Sequence[Worker], options: Options, known: Path) -> str:
     """Return an SSH configuration with the workers' names; the user's own counts for all the rest."""
+    known_file = str(known).replace("%", "%%")
     common = [
         f"User {options.user}" if options.user else "",
         f"Port {options.port}",
@@ -112,7 +112,7 @@ def ssh_config(node: Node, machines: Sequence[Worker], options: Options, known: 
         "IdentitiesOnly yes" if options.ssh_key else "",
         f"ProxyJump {options.via}" if options.via else "",
         # The second one keeps paramiko from taking the quotes off, and the path apart at its blanks.
-        f'UserKnownHostsFile "{_percent(str(known))}" /dev/null',
+        f'UserKnownHostsFile "{known_file}" /dev/null',
         "GlobalKnownHostsFile none",
         "StrictHostKeyChecking yes",
     ]
@@ -149,11 +149,6 @@ def ssh_cluster(cluster: Cluster, settings: Settings, names: Sequence[str], conf
     )
 
 
-def has_started(sight: HostStatus) -> bool:
-    """Return True when the attempt's agent has been on this worker."""
-    return sight.present and sight.record(f"node-{(sight.answer or {}).get('node')}/lease.json") is not None
-
-
 def find_node(api: TpuApi, settings: Settings) -> Node:
     """Return the TPU that the options name, which is up, in the first zone that has it. Raises `BackendError`."""
     wanted = settings.options.name
@@ -184,10 +179,6 @@ def _alias(node: Node, machine: Worker) -> str:
 def _plain(keys: Mapping[str, str]) -> dict[str, str]:
     """Return the well-formed keys: a machine's own words are written to a file here."""
     return {k: v.strip() for k, v in keys.items() if re.fullmatch(_KEY_TYPE, k) and re.fullmatch(_KEY, v.strip())}
-
-
-def _percent(path: str) -> str:
-    return path.replace("%", "%%")
 
 
 def _write(path: Path, text: str) -> None:

@@ -79,9 +79,9 @@ class SshTransport(Transport):
         with self._started(argv, timeout_s, env, drop_env, keep_env, whole=True) as process:
             return process.finish(stdin)
 
-    def stream(self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> Process:
+    def stream(self, argv: Sequence[str], *, timeout_s: float) -> Process:
         """See `Transport.stream`."""
-        process = self._started(argv, timeout_s, env)
+        process = self._started(argv, timeout_s)
         try:
             process.await_start()
         except BaseException:

@@ -18,9 +18,8 @@ from orc.launchers.snapshot.manifest import SYMLINK, Bundle
 from orc.orchestrator.api.access import MissingContents
 from orc.orchestrator.api.rights import Kind, shows
 from orc.orchestrator.api.submitting import missing_contents
-from orc.orchestrator.clients.content_stream import Decoder
+from orc.orchestrator.service import contents
 from orc.orchestrator.service.auth import PrincipalDep
-from orc.orchestrator.service.contents import ReceivedContents, note_holder
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.errors import ApiError
 
@@ -42,14 +41,14 @@ async def receive_contents(request: Request, service: ServiceDep, principal: Pri
     """Store contents that match their hashes; all of them or, where one does not, none."""
     store = await anyio.to_thread.run_sync(_store, service)
     with ExitStack() as stack:
-        received = await anyio.to_thread.run_sync(stack.enter_context, ReceivedContents(store))
-        decoder = Decoder(received)
-        async for piece in _pieces(request):
-            await anyio.to_thread.run_sync(decoder.feed, piece)
-        decoder.finish()
-        count = await anyio.to_thread.run_sync(received.publish)
-        await anyio.to_thread.run_sync(_note_holder, service, principal.user, received.hashes)
-    return JSONResponse({"contents": count})
+        staging = await anyio.to_thread.run_sync(stack.enter_context, store.staging("upload"))
+        stream = staging / "stream"
+        with stream.open("wb") as file:  # first the whole: a client that is slow holds no thread
+            async for piece in _pieces(request):
+                await anyio.to_thread.run_sync(contents.append, file, piece)
+        hashes = await anyio.to_thread.run_sync(contents.publish, store, staging, stream)
+        await anyio.to_thread.run_sync(_note_holder, service, principal.user, hashes)
+    return JSONResponse({"contents": len(hashes)})
 
 
 @router.put("/bundles/trees/{digest}", response_model=MissingContents, openapi_extra=_READS)
@@ -81,7 +80,7 @@ def _store(service: Service) -> ContentStore:
 
 def _note_holder(service: Service, user: str, hashes: list[str]) -> None:
     with service.clients.client(writes=True) as client:
-        note_holder(client.workspace.ledger, user, hashes)
+        contents.note_holder(client.workspace.ledger, user, hashes)
 
 
 def _make_tree(service: Service, user: str, digest: str, text: bytes) -> list[str]:
@@ -104,7 +103,7 @@ def _make_tree(service: Service, user: str, digest: str, text: bytes) -> list[st
             return missing
         if not store.use(digest) and (missing := _build(store, bundle)):
             return missing
-        note_holder(ledger, user, [digest])
+        contents.note_holder(ledger, user, [digest])
     return []
 
 

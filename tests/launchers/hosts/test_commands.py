@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,12 +18,12 @@ class Named(LocalTransport):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def stream(self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> Any:
-        return super().stream(argv, timeout_s=timeout_s, env={"WORKER": self.name})
+    def stream(self, argv: Sequence[str], *, timeout_s: float) -> Any:
+        return super().stream(("env", f"WORKER={self.name}", *argv), timeout_s=timeout_s)
 
 
 class Away(LocalTransport):
-    def stream(self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> Process:
+    def stream(self, argv: Sequence[str], *, timeout_s: float) -> Process:
         raise BackendUnreachable("no route to host", hint="Is it up?")
 
 

@@ -147,7 +147,7 @@ def test_a_program_that_cannot_be_executed_is_named(there: There) -> None:
 
 
 def test_one_can_talk_to_a_program(there: There) -> None:
-    with there.transport.stream(("cat",), timeout_s=60, env={"A": "b"}) as program:
+    with there.transport.stream(("cat",), timeout_s=60) as program:
         for word in (b"one", b"two"):
             program.write(word)
             assert program.read(100) == word

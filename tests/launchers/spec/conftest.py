@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -27,7 +29,8 @@ class JobFiles:
         cluster: str | None = None,
     ) -> LoadedJob:
         (self.directory / "job.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-        return load_job("job.yaml", overrides, {} if env is None else env, cluster)
+        with mock.patch.dict(os.environ, env or {}, clear=True):
+            return load_job("job.yaml", overrides, cluster=cluster)
 
     def complaint(self, text: str | bytes, *args: Any, **kwargs: Any) -> str:
         """The whole error text that loading *text* gives."""

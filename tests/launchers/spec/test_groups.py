@@ -19,7 +19,7 @@ from orc.launchers.spec.groups import LoadedGroup, cycle, load_jobs
 def load(tmp_path: Path):
     def load(text: str, *overrides: str, cluster: str | None = None):
         (tmp_path / "job.yaml").write_text("name: digits\ncommand: 'true'\n" + dedent(text))
-        return load_jobs(tmp_path / "job.yaml", overrides, {}, cluster)
+        return load_jobs(tmp_path / "job.yaml", overrides, cluster=cluster)
 
     return load
 
@@ -28,7 +28,7 @@ def load(tmp_path: Path):
 def pipeline(tmp_path: Path):
     def load(text: str, *overrides: str, cluster: str | None = None):
         (tmp_path / "pipeline.yaml").write_text(dedent(text))
-        return load_jobs(tmp_path / "pipeline.yaml", overrides, {}, cluster)
+        return load_jobs(tmp_path / "pipeline.yaml", overrides, cluster=cluster)
 
     return load
 

@@ -33,7 +33,7 @@ class Host(LocalTransport):
         self.watch("from", len(done.stdout))
         return done
 
-    def stream(self, argv: Sequence[str], *, timeout_s: float, env: Any = None) -> LocalProcess:
+    def stream(self, argv: Sequence[str], *, timeout_s: float) -> LocalProcess:
         self.started.append(argv)
         host = self
 
@@ -49,7 +49,7 @@ class Host(LocalTransport):
                 host.watch("from", len(data))
                 return data
 
-        return Watched(argv, timeout_s, {**os.environ, **(env or {})})
+        return Watched(argv, timeout_s)
 
 
 @pytest.fixture

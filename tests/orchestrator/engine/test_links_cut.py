@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -119,9 +119,9 @@ class LinkedHost(LocalTransport):
         found: Completed = self.link.step("run", lambda: super(LinkedHost, self).run(argv, **more))
         return found
 
-    def stream(self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> Any:
+    def stream(self, argv: Sequence[str], *, timeout_s: float) -> Any:
         begin = super().stream
-        return LinkedProcess(self.link, self.link.step("stream", lambda: begin(argv, timeout_s=timeout_s, env=env)))
+        return LinkedProcess(self.link, self.link.step("stream", lambda: begin(argv, timeout_s=timeout_s)))
 
     def expand(self, path: str) -> str:
         found: str = self.link.step("expand", lambda: super(LinkedHost, self).expand(path))

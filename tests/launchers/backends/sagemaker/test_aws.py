@@ -223,7 +223,7 @@ def test_nothing_secret_is_left_of_a_submission_that_was_cut_off_and_is_cancelle
 def test_nothing_secret_is_left_of_an_attempt_that_sagemaker_has_forgotten(sagemaker, backend, snapshot) -> None:
     here = backend()
     plan = render(here, snapshot, secrets=["TOKEN"], resources={"nodes": 2})
-    here._jobs._upload(plan, {"TOKEN": "hidden value"})
+    here._upload(plan, {"TOKEN": "hidden value"})
     lost = Handle("sm", "sagemaker", plan.marker, plan.marker, time.time() - 3600)
     assert here.poll([lost])[lost].phase is Phase.LOST
     here.reap(lost)

@@ -9,8 +9,8 @@ import pytest
 
 from orc.launchers.attempts.reader import AttemptRecords
 from orc.launchers.backends.base import Cause, Phase
+from orc.launchers.backends.sagemaker.backend import cost_text
 from orc.launchers.backends.sagemaker.failures import exit_code, split_reason
-from orc.launchers.backends.sagemaker.training_jobs import cost_text
 from orc.launchers.backends.sagemaker.verdict import VISIBLE_AFTER_S, Job, judge
 
 
