@@ -17,12 +17,11 @@ from orc.runtime.checkpoint.methods import Checkpointing
 from orc.runtime.core.context import current_context
 from orc.runtime.core.delegation import of
 from orc.runtime.core.errors import OrcRuntimeError
+from orc.runtime.core.libraries import chosen, take_arguments
 from orc.runtime.core.options import ONE_STEP, gather_options
 from orc.runtime.core.prepared import Prepared
 from orc.runtime.core.state import check_device
 from orc.runtime.engine import engine_for
-from orc.runtime.engine.deepspeed.choice import choose_deepspeed
-from orc.runtime.engine.megatron.choice import megatron_of, use_megatron
 from orc.runtime.launch.process_group import close
 from orc.runtime.observe.profiling import Profiling
 from orc.runtime.parallel import extract_model_from_parallel
@@ -118,6 +117,11 @@ class Accelerator(AcceleratorAttributes):
         **older: Any,
     ) -> None:
         downcast_bf16 = older.pop("downcast_bf16", None)
+        given = take_arguments(older) | {
+            "deepspeed_plugin": deepspeed_plugin,
+            "deepspeed_plugins": deepspeed_plugins,
+            "megatron_lm_plugin": megatron_lm_plugin,
+        }
         options = gather_options(
             device_placement=device_placement,
             split_batches=split_batches,
@@ -137,23 +141,16 @@ class Accelerator(AcceleratorAttributes):
             accelerator=Accelerator,
         )
         self.parallelism_config = options.parallelism
-        megatron = megatron_of(
-            megatron_lm_plugin,
-            {
-                "deepspeed_plugin": deepspeed_plugin or deepspeed_plugins,
-                "fsdp_plugin": options.fsdp_plugin,
-                "parallelism_config": self.parallelism_config,
-            },
-        )
+        others = {"fsdp_plugin": fsdp_plugin, "parallelism_config": self.parallelism_config}
+        library = chosen(given | others, os.environ)
         ctx = current_context(cpu=cpu, **options.process_group.to_dict())
         self._tracking = Tracking(ctx, options.project, log_with)
         check_device(ctx, cpu)
         first = not ctx.configured
-        mixed_precision = choose_deepspeed(ctx, deepspeed_plugin, deepspeed_plugins, mixed_precision)
-        config = ctx.configure({"mixed_precision": mixed_precision, "downcast_bf16": downcast_bf16})
         try:
-            if megatron is not None:
-                use_megatron(ctx, megatron, options, first=first, explicit=megatron_lm_plugin is not None)
+            if library is not None:
+                mixed_precision = library.use(ctx, given, options, mixed_precision)
+            config = ctx.configure({"mixed_precision": mixed_precision, "downcast_bf16": downcast_bf16})
             if self.parallelism_config is not None:
                 sharded = options.fsdp_plugin is not None or ctx.library is not None
                 self.parallelism_config.lay_out(ctx, sharded=sharded)

@@ -40,9 +40,9 @@ class TrainingLibrary(Protocol):
     """Plug-in of a library that trains in torch's place: the settings of one run, for the engine that uses it.
 
     Attributes:
-        engine: name of the engine, a module of `orc.runtime.engine`.
+        engine: name of the library (`orc.runtime.core.libraries`).
         title: name of the library, for messages.
-        distributed_type: kind of the run.
+        distributed_type: kind of the run; empty where it is that of the device.
         last_is_main: the main process is the last one, not the first.
     """
 
@@ -270,7 +270,7 @@ class RunContext:
     @property
     def distributed_type(self) -> DistributedType:
         """Kind of distributed run; a single process that computes through torch_xla is ``XLA``, too."""
-        if self.library is not None:
+        if self.library is not None and self.library.distributed_type:
             return DistributedType(self.library.distributed_type)
         if self.fsdp_plugin is not None:
             return DistributedType.FSDP

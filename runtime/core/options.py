@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from orc.runtime.core.config import ConfigError
 from orc.runtime.core.enums import RNGType
 from orc.runtime.core.handlers import (
     DataLoaderConfiguration,
@@ -168,10 +167,6 @@ def _fsdp(plugin: Any, env: Mapping[str, str]) -> Any:
     """Return the plug-in that was given, or that of the environment where it turns FSDP on; else `None`."""
     if plugin is None and not switched_on(env, _USE_FSDP):
         return None
-    for other in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
-        if switched_on(env, other):
-            asked = f"{_USE_FSDP}={env[_USE_FSDP]}" if plugin is None else "Accelerator(fsdp_plugin=...)"
-            raise ConfigError(f"{asked} and {other}={env[other]} ask for two ways to train one model; choose one")
     from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin
 
     if plugin is None:
@@ -195,13 +190,13 @@ def _by_type(handlers: Iterable[KwargsHandler]) -> dict[type[KwargsHandler], Kwa
 
 
 def _known() -> tuple[type[KwargsHandler], ...]:
-    from orc.runtime.core.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+    from orc.runtime.core.fp8_recipes import RECIPES, FP8RecipeKwargs
     from orc.runtime.core.model_handlers import AutocastKwargs, DistributedDataParallelKwargs
     from orc.runtime.observe.profile_options import ProfileKwargs
 
     of_models = (AutocastKwargs, DistributedDataParallelKwargs)
     of_run = (GradScalerKwargs, InitProcessGroupKwargs, GradientAccumulationPlugin, TorchDynamoPlugin, ProfileKwargs)
-    return *of_models, *of_run, TERecipeKwargs, MSAMPRecipeKwargs, AORecipeKwargs, FP8RecipeKwargs
+    return *of_models, *of_run, *RECIPES.values(), FP8RecipeKwargs
 
 
 def _take(handlers: dict[type[KwargsHandler], KwargsHandler], kind: type[H]) -> H:

@@ -87,13 +87,15 @@ class PreparedOptimizer(Protocol):
         optimizer: the one that the script made, or a library in its place.
         steps: updates made.
         skips: updates skipped.
-        skipped: whether the last one was, as the engine sees it without waiting for the device; setting it counts.
     """
 
     optimizer: torch.optim.Optimizer
     steps: int
     skips: int
-    skipped: bool
+
+    def count(self, updated: bool) -> None:
+        """Count an update that was made, or skipped."""
+        ...
 
 
 @dataclass(repr=False, eq=False)

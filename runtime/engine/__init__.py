@@ -1,7 +1,7 @@
 """The engine owns backward, step, clipping, gradient synchronisation and the state dict. There is exactly one.
 
-A new engine is a module here with an attribute ``ENGINE``, a class that keeps the contract in `engine.base`. In `_name`
-it is named by the plug-in of a library that trains (`core.context.TrainingLibrary`), the layout, or what computes.
+A new engine is a module here with an attribute ``ENGINE``, a class that keeps the contract in `engine.base`; in `_name`
+the layout names it, or what computes. One of a library is a folder, which `core.libraries` finds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from orc.runtime.core.libraries import libraries
 from orc.runtime.engine.base import Engine
 
 if TYPE_CHECKING:
@@ -21,14 +22,15 @@ def engine_for(ctx: RunContext, options: Options | None = None, prepared: Prepar
     """Return the engine that trains in *ctx* with *options*, over the objects in *prepared*. Nothing else makes one."""
     from orc.runtime.core.prepared import Prepared
 
-    module = importlib.import_module(f"{__name__}.{_name(ctx, options)}")
-    engine: Engine = module.ENGINE(ctx, options, Prepared() if prepared is None else prepared)
+    if ctx.library is not None:
+        kind = libraries()[ctx.library.engine].engine()
+    else:
+        kind = importlib.import_module(f"{__name__}.{_name(ctx)}").ENGINE
+    engine: Engine = kind(ctx, options, Prepared() if prepared is None else prepared)
     return engine
 
 
-def _name(ctx: RunContext, options: Options | None) -> str:
-    if ctx.library is not None:
-        return str(ctx.library.engine)
+def _name(ctx: RunContext) -> str:
     if ctx.topology_chosen and ctx.topology.size("pp") > 1:
         return "pipeline"
     return ctx.compute.engine

@@ -129,7 +129,7 @@ class Engine(Protocol):
     def step(self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters of ``optimizer.optimizer``; called at the end of each accumulation window.
 
-        It counts the update in ``optimizer.steps`` unless it was skipped, and says so in ``optimizer.skipped``.
+        It counts the update, or that it was skipped: `PreparedOptimizer.count`.
         """
         ...
 

@@ -174,8 +174,7 @@ class NativeEngine:
         self._applied = False
         with kinds:
             result = self._scaler.step(bare) if closure is None else self._scaler.step(bare, closure)
-        optimizer.skipped = not self._applied
-        optimizer.steps += self._applied
+        optimizer.count(self._applied)
         return result
 
     def zero_grad(self, optimizer: PreparedOptimizer, set_to_none: bool = True) -> None:

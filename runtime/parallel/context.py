@@ -30,7 +30,7 @@ class ContextParallel:
     order = 200
     default = False
     needs: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ("deepspeed", "fsdp1", "xla")
+    conflicts: tuple[str, ...] = ("fsdp1", "xla")
     places_parameters = False
     serves: tuple[str, ...] = ("cp",)
 

@@ -24,7 +24,7 @@ class PipelineParallel:
     default = False
     serves: tuple[str, ...] = ("pp",)
     needs: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ("fsdp1", "deepspeed", "xla")
+    conflicts: tuple[str, ...] = ("fsdp1", "xla")
     places_parameters = True
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:

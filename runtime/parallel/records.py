@@ -51,10 +51,10 @@ def _gradients(model: nn.Module) -> GradientSync:
 
 
 def _layout(model: nn.Module, parts: Parts | None, cut: bool) -> Layout:
-    from orc.runtime.parallel.deepspeed import is_engine
     from orc.runtime.parallel.fsdp import is_instance
+    from orc.runtime.parallel.library import PARALLELIZER
 
-    if is_engine(model):
+    if PARALLELIZER.unwrap(model) is not None:
         return Layout.OF_ENGINE
     if parts is not None:
         return Layout.STAGED

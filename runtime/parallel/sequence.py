@@ -39,7 +39,7 @@ class SequenceParallel:
     order = 200
     default = False
     needs: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ("deepspeed", "fsdp1", "xla")
+    conflicts: tuple[str, ...] = ("fsdp1", "xla")
     places_parameters = False
     serves: tuple[str, ...] = ("sp",)
 

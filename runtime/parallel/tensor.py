@@ -32,7 +32,7 @@ class TensorParallel:
     order = 100
     default = False
     needs: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ("ddp", "fsdp1", "deepspeed", "xla")
+    conflicts: tuple[str, ...] = ("ddp", "fsdp1", "xla")
     places_parameters = True
     serves: tuple[str, ...] = ("tp",)
 

@@ -128,7 +128,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         events = engine.events
         self._skipped = False
         if events.before_step and True in [refuses(self) for refuses in events.before_step]:  # all are asked
-            self.skipped = True
+            self.count(False)
             return None
         result = engine.step(self, closure)
         if events.on_step:
@@ -136,15 +136,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 tell(self)
         return result
 
-    @property
-    def skipped(self) -> bool:
-        """`True` if the last update was skipped, as the engine sees it without waiting for the device."""
-        return self._skipped is True
+    def count(self, updated: bool) -> None:
+        """Count an update that was made, or skipped.
 
-    @skipped.setter
-    def skipped(self, value: bool) -> None:
-        self._skipped = value
-        self.skips += value
+        Args:
+            updated: the parameters have changed, as the engine sees it without waiting for the device.
+        """
+        self._skipped = not updated
+        self.steps += updated
+        self.skips += not updated
 
     def skips_on_device(self, told: torch.Tensor) -> None:
         """Record that the wrapped optimizer decides by itself, on its device, whether to skip the next update.

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from orc.runtime.core.libraries import libraries
+
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.format.manifest import Manifest
     from orc.runtime.checkpoint.storage.durable import Hashing
@@ -61,9 +63,7 @@ def engine_problem(prepared: Prepared, manifest: Manifest) -> str | None:
     own = own_state_of(prepared)
     if own is not None and own.trained():
         return own.problem(manifest.files, manifest.world_size)
-    if any(name.startswith("pytorch_model/") and name.endswith("_states.pt") for name in manifest.files):
-        return "it was saved by a run with DeepSpeed; convert its weights with zero_to_fp32.py, which is in it"
-    return None
+    return next((why for one in libraries().values() if (why := one.problem(manifest.files)) is not None), None)
 
 
 def _write_bytes(content: bytes, file: Hashing) -> None:

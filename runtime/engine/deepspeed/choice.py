@@ -3,54 +3,82 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from orc.runtime.core.config import resolve
 from orc.runtime.core.errors import SettingConflict
+from orc.runtime.core.libraries import Library
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from orc.runtime.core.context import RunContext
+    from orc.runtime.core.options import Options
+    from orc.runtime.engine.deepspeed.engine import DeepSpeed
 
 
-def choose_deepspeed(ctx: RunContext, one: Any, several: Any, mixed_precision: str | None) -> str | None:
-    """Let DeepSpeed train in *ctx* if the arguments *one* and *several* of an Accelerator or the environment choose it.
+class DeepSpeedLibrary(Library):
+    """DeepSpeed, as arguments of an Accelerator and the environment ask for it."""
 
-    Returns:
-        The precision to ask for: *mixed_precision*, or what DeepSpeed's configuration says.
+    arguments = ("deepspeed_plugin", "deepspeed_plugins")
+    variable = "ACCELERATE_USE_DEEPSPEED"
+    takes_layout = True
 
-    Raises:
-        ValueError: settings that cannot be used, or contradict each other.
-        ContextError: an earlier Accelerator of this process chose otherwise.
-    """
-    given = one is not None or several is not None
-    there = ctx.library_of("deepspeed")
-    if there is None:
-        if not given and (not os.environ.get("ACCELERATE_USE_DEEPSPEED") or ctx.configured):
-            return mixed_precision  # without loading what only DeepSpeed needs
+    def use(
+        self, ctx: RunContext, given: Mapping[str, Any], options: Options, mixed_precision: str | None
+    ) -> str | None:
+        """Let DeepSpeed train; returns *mixed_precision*, or what its configuration says. See `Library.use`."""
+        one, several = (given.get(name) for name in self.arguments)
+        there = ctx.library_of("deepspeed")
+        if there is not None:
+            known = list(there.named.values())
+            new = [plugin for plugin in (one, several) if plugin is not None]
+            flat = [p for plugin in new for p in (plugin.values() if isinstance(plugin, dict) else [plugin])]
+            if any(not any(plugin is other for other in known) for plugin in flat):
+                raise SettingConflict(
+                    "this process has DeepSpeed plug-ins already, which all Accelerators share: pass all of them to "
+                    "the first one, as a dictionary"
+                )
+            return mixed_precision
+        if ctx.configured and one is None and several is None:
+            return mixed_precision  # the environment of an earlier Accelerator was another one
         from orc.runtime.engine.deepspeed.plugins import plugins_of
 
         plugins = plugins_of(one, several)
-        if plugins is None:
-            return mixed_precision
+        assert plugins is not None  # something asks for it
         if ctx.configured:
             raise SettingConflict(
                 "this process has an Accelerator without DeepSpeed already: pass the plug-in to the first one, or call "
                 "AcceleratorState._reset_state()"
             )
         wanted = resolve({"mixed_precision": mixed_precision}, os.environ).mixed_precision
-        explicit = mixed_precision is not None
-        chosen = plugins.active.set_mixed_precision(wanted, explicit=explicit)
+        precision = plugins.active.set_mixed_precision(wanted, explicit=mixed_precision is not None)
         for plugin in plugins.named.values():
-            plugin.set_mixed_precision(chosen)
+            plugin.set_mixed_precision(precision)
         ctx.use_library(plugins)
-        return chosen
-    if given:
-        known = list(there.named.values())
-        new = [plugin for plugin in (one, several) if plugin is not None]
-        flat = [p for plugin in new for p in (plugin.values() if isinstance(plugin, dict) else [plugin])]
-        if any(not any(plugin is other for other in known) for plugin in flat):
-            raise SettingConflict(
-                "this process has DeepSpeed plug-ins already, which all Accelerators share: pass all of them to the "
-                "first one, as a dictionary"
-            )
-    return mixed_precision
+        return precision
+
+    def engine(self) -> type[DeepSpeed]:
+        """Return the class of the engine."""
+        from orc.runtime.engine.deepspeed.engine import DeepSpeed
+
+        return DeepSpeed
+
+    def inside(self, model: nn.Module) -> nn.Module | None:
+        """Return the module inside an engine of DeepSpeed."""
+        if "deepspeed" not in sys.modules:  # there are no engines
+            return None
+        from orc.runtime.engine.deepspeed.library import is_engine
+
+        return cast("nn.Module", model.module) if is_engine(model) else None
+
+    def problem(self, files: Collection[str]) -> str | None:
+        """Return why torch cannot load a checkpoint with *files*, if DeepSpeed wrote it."""
+        if any(name.startswith("pytorch_model/") and name.endswith("_states.pt") for name in files):
+            return "it was saved by a run with DeepSpeed; convert its weights with zero_to_fp32.py, which is in it"
+        return None
+
+
+LIBRARY = DeepSpeedLibrary()

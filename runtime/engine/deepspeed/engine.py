@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from orc.runtime.core.config import PRECISIONS
 from orc.runtime.core.context import RunContext
-from orc.runtime.core.events import Events
 from orc.runtime.core.prepared import Prepared, PreparedOptimizer
 from orc.runtime.engine.deepspeed import library, sequences
 from orc.runtime.engine.deepspeed.placeholders import DummyOptim, DummyScheduler
@@ -26,12 +24,13 @@ from orc.runtime.engine.deepspeed.wrappers import (
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
 )
-from orc.runtime.parallel import extract_model_from_parallel, refuse_compression, refuse_unserved
+from orc.runtime.engine.library import LibraryEngine
+from orc.runtime.parallel import refuse_compression, refuse_unserved
 from orc.runtime.parallel.compile import compiles
 from orc.runtime.parallel.precision.forward import cast_inputs
 from orc.runtime.parallel.records import described
 from orc.runtime.train.gone import refuse_gone
-from orc.runtime.train.normalize import Count, LossNormalizer
+from orc.runtime.train.normalize import Count
 from orc.runtime.weights.quantization.scheme import refuse_to_spread, refuse_to_train
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ _LATER = (
 )
 
 
-class DeepSpeed:
+class DeepSpeed(LibraryEngine):
     """Backward, updates, clipping and states of one run that DeepSpeed trains."""
 
     name = "deepspeed"
@@ -52,20 +51,9 @@ class DeepSpeed:
     def __init__(self, ctx: RunContext, options: Options | None = None, prepared: Prepared | None = None) -> None:
         library.deepspeed()  # what is missing is said before anything is prepared
         library.open_group_of_one(ctx)
-        self.ctx = ctx
-        self.prepared = Prepared() if prepared is None else prepared
-        self.prepared.engine = self
-        self.prepared.scaler = None  # DeepSpeed scales by itself
-        self.events = Events()
-        self.normalizer = LossNormalizer(ctx, tuple)
+        super().__init__(ctx, options, prepared)
         self.own_state = EngineStates(self.prepared, ctx.world_size)
-        self._gradient = ctx.gradient
         self._warned = False
-
-    @property
-    def scaler(self) -> None:
-        """The gradient scaler: none, DeepSpeed scales by itself."""
-        return
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
@@ -116,7 +104,8 @@ class DeepSpeed:
         if optimizer is not None:
             refuse_gone(optimizer, [model], [optimizer])
         refuse_to_train(model)
-        refuse_to_spread(model, ("deepspeed", "zero3") if plugin.zero_stage_of() == 3 else ("deepspeed",))
+        ways = {"library": self.title, "library in shards": f"{self.title}'s ZeRO stage 3"}
+        refuse_to_spread(model, list(ways) if plugin.zero_stage_of() == 3 else ["library"], ways)
         attention = sequences.check(model, plugin, self.ctx, preparation.options.parallelism)
         filled(plugin, self._facts(model, optimizer, scheduler, loaders))
         if optimizer is not None:
@@ -219,22 +208,11 @@ class DeepSpeed:
         for tell in self.events.on_backward:
             tell(loss, False)
 
-    def fused_backward(self, loss: Tensor, optimizers: Sequence[Any], learning_rate: float) -> None:
-        """Refused. Raises `ValueError`: DeepSpeed updates by itself."""
-        raise ValueError("lomo_backward is not possible with DeepSpeed, which updates by itself")
-
-    def forget(self) -> None:
-        """Do nothing: what is prepared is known by ``prepared`` alone."""
-
     def step(self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Count the update that `backward` made."""
         engine = self._training().engine
-        optimizer.skipped = not engine.was_step_applied()
-        optimizer.steps += not optimizer.skipped
+        optimizer.count(engine.was_step_applied())
         return None
-
-    def zero_grad(self, optimizer: PreparedOptimizer, set_to_none: bool = True) -> None:
-        """Do nothing: the update has cleared the gradients."""
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Return the gradients' norm before DeepSpeed clipped them by ``gradient_clipping`` of its configuration."""
@@ -252,21 +230,6 @@ class DeepSpeed:
             tell(norm)
         return norm
 
-    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Refused. Raises `ValueError`: DeepSpeed clips by norm alone."""
-        raise ValueError("clip_grad_value_ is not possible with DeepSpeed; it clips by norm (gradient_clipping)")
-
-    def unscale(self, optimizers: Sequence[Any] | None = None) -> None:
-        """Do nothing: DeepSpeed scales by itself."""
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return an empty block: the update waits for the end of the window, and ZeRO reduces what it shards."""
-        return nullcontext()
-
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return an empty block."""
-        return nullcontext()
-
     # ---- states
 
     def model_state(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
@@ -277,12 +240,9 @@ class DeepSpeed:
         """
         found = next((one for one in self.prepared.models if one is model), None)
         if found is None:
-            return extract_model_from_parallel(model).state_dict() if unwrap else model.state_dict()
+            return super().model_state(model, unwrap=unwrap)
         return consolidated(found)
 
 
 def _is_optimizer(one: Any) -> bool:
     return isinstance(one, Optimizer | DummyOptim) and not isinstance(one, DeepSpeedOptimizerWrapper)
-
-
-ENGINE = DeepSpeed

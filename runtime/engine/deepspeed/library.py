@@ -44,6 +44,12 @@ def deepspeed() -> Any:
     return module
 
 
+def is_engine(model: object) -> bool:
+    """Return whether *model* is an engine of DeepSpeed, which has the model that the script wrote inside."""
+    kind = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)  # another thread may be loading it
+    return kind is not None and isinstance(model, kind)
+
+
 def _without_compiling(module: Any) -> None:
     """On CPUs DeepSpeed compiles a kernel for collectives at its start, a minute long; gloo does the same work."""
     if module.accelerator.get_accelerator().device_name() != "cpu" or os.environ.get("DS_BUILD_SHM_COMM") == "1":

@@ -18,8 +18,8 @@ import torch
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
 from orc.runtime.compat.patching import patch_environment
+from orc.runtime.engine.deepspeed.library import is_engine
 from orc.runtime.engine.deepspeed.wrappers import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
-from orc.runtime.parallel.deepspeed import is_engine
 
 if TYPE_CHECKING:
     from orc.runtime.core.prepared import Prepared

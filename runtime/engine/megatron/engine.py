@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from orc.runtime.core.context import RunContext
-from orc.runtime.core.events import Events
 from orc.runtime.core.prepared import Prepared, PreparedOptimizer
+from orc.runtime.engine.library import LibraryEngine
 from orc.runtime.engine.megatron import library
 from orc.runtime.engine.megatron.arithmetic import global_batch_size, virtual_stages
 from orc.runtime.engine.megatron.placeholders import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
@@ -23,7 +22,7 @@ from orc.runtime.engine.megatron.rules import check_accumulation, check_model, s
 from orc.runtime.parallel import refuse_compression
 from orc.runtime.parallel.compile import compiles
 from orc.runtime.parallel.records import described
-from orc.runtime.train.normalize import Count, LossNormalizer
+from orc.runtime.train.normalize import Count
 
 if TYPE_CHECKING:
     from orc.runtime.core.options import Options
@@ -35,27 +34,15 @@ if TYPE_CHECKING:
 _TOGETHER = "prepare the model in the same call as its optimizer: accelerator.prepare(model, optimizer, ...)"
 
 
-class MegatronLM:
+class MegatronLM(LibraryEngine):
     """Backward, updates, clipping and states of one run that Megatron-LM trains."""
 
     name = "megatron"
 
     def __init__(self, ctx: RunContext, options: Options | None = None, prepared: Prepared | None = None) -> None:
         library.megatron()  # what is missing is said before anything is prepared
-        self.ctx = ctx
-        self.prepared = Prepared() if prepared is None else prepared
-        self.prepared.engine = self
-        self.prepared.scaler = None  # Megatron-LM scales by itself
-        self.events = Events()
-        self.normalizer = LossNormalizer(ctx, tuple)
-        self.own_state = None
-        self._gradient = ctx.gradient
+        super().__init__(ctx, options, prepared)
         self._warned = False
-
-    @property
-    def scaler(self) -> None:
-        """The gradient scaler: none, Megatron-LM scales by itself."""
-        return
 
     @property
     def plugin(self) -> MegatronLMPlugin:
@@ -237,13 +224,6 @@ class MegatronLM:
         for tell in self.events.on_backward:
             tell(loss, False)
 
-    def fused_backward(self, loss: Tensor, optimizers: Sequence[Any], learning_rate: float) -> None:
-        """Refused. Raises `ValueError`: Megatron-LM updates by itself."""
-        raise ValueError("lomo_backward is not possible with Megatron-LM, which updates by itself")
-
-    def forget(self) -> None:
-        """Do nothing: what is prepared is known by ``prepared`` alone."""
-
     def step(self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Clip and update; an overflow skips the update.
 
@@ -256,12 +236,8 @@ class MegatronLM:
         model.loss = None
         megatron: Any = optimizer.optimizer
         done, _ = megatron.step()
-        optimizer.skipped = not done
-        optimizer.steps += done
+        optimizer.count(done)
         return None
-
-    def zero_grad(self, optimizer: PreparedOptimizer, set_to_none: bool = True) -> None:
-        """Do nothing: the model clears the gradients before it computes new ones."""
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Return the gradients' norm over all processes; the update clips by ``gradient_clipping`` of the plug-in."""
@@ -280,21 +256,6 @@ class MegatronLM:
         for tell in self.events.on_clip:
             tell(norm)
         return norm
-
-    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Refused. Raises `ValueError`: Megatron-LM clips by norm alone."""
-        raise ValueError("clip_grad_value_ is not possible with Megatron-LM; it clips by norm (gradient_clipping)")
-
-    def unscale(self, optimizers: Sequence[Any] | None = None) -> None:
-        """Do nothing: Megatron-LM scales by itself."""
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return an empty block: one call of the model is one update."""
-        return nullcontext()
-
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return an empty block."""
-        return nullcontext()
 
     # ---- states
 

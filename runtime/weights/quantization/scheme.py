@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,10 @@ from orc.runtime.core.errors import ContextError
 _WAYS = {
     "copies": "copies beside tensor parallelism",
     "ddp": "DDP",
-    "deepspeed": "DeepSpeed",
     "fsdp1": "FSDP version 1",
     "fsdp2": "FSDP version 2",
     "pp": "pipeline parallelism",
     "tensor": "tensor parallelism",
-    "zero3": "DeepSpeed's ZeRO stage 3",
 }
 
 
@@ -34,7 +32,7 @@ class Scheme(ABC):
     saves = False  # the quantized weights can be saved, and loaded again
     suffixes: tuple[str, ...] = ()  # what a checkpoint of quantized weights has beside ``.weight``
     differentiable = True  # gradients go through the quantized layers, to adapters before them
-    apart: tuple[str, ...] = ("fsdp1", "pp", "tensor", "zero3")  # ways that cannot copy or cut the weights
+    apart: tuple[str, ...] = ("fsdp1", "pp", "tensor", "library in shards")  # ways that cannot copy or cut the weights
     instead = ""  # what to do then
 
     @property
@@ -90,8 +88,10 @@ def refuse_to_train(model: nn.Module) -> None:
         raise ValueError(f"no gradient goes through {scheme.label} layers to adapters: {scheme.instead}")
 
 
-def refuse_to_spread(model: nn.Module, ways: Iterable[str]) -> None:
+def refuse_to_spread(model: nn.Module, ways: Iterable[str], titles: Mapping[str, str] = _WAYS) -> None:
     """Refuse *ways* to train on several processes that the weights of a quantized *model* do not go through.
+
+    *titles* are what messages call them.
 
     Raises:
         ContextError: there is one; the same on every rank.
@@ -99,7 +99,7 @@ def refuse_to_spread(model: nn.Module, ways: Iterable[str]) -> None:
     scheme = quantization_of(model)
     way = None if scheme is None else next((one for one in ways if one in scheme.apart), None)
     if scheme is not None and way is not None:
-        raise ContextError(f"{scheme.label} weights do not go with {_WAYS[way]}: {scheme.instead}")
+        raise ContextError(f"{scheme.label} weights do not go with {titles[way]}: {scheme.instead}")
 
 
 def refuse_to_optimize(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -> None:

@@ -46,7 +46,7 @@ class FP8(Precision):
 
     def check(self, ctx: RunContext) -> None:
         """Raise `LaunchError` where no back end is installed, or it cannot compute in the run *ctx*."""
-        if ctx.library is not None and not self.backend.with_deepspeed:
+        if ctx.library is not None and not self.backend.with_library:
             raise LaunchError(
                 f"the back end {self.backend.name.lower()} of fp8 and {ctx.library.title} do not go together in this "
                 "version of orc: choose the back end ao, shard with an fsdp_plugin, or choose bf16"

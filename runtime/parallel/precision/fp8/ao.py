@@ -81,7 +81,7 @@ class AO(FP8Backend):
     """torchao's float8 training; on a CPU in emulation."""
 
     name = "AO"
-    with_deepspeed = True
+    with_library = True
     recipe: AORecipeKwargs
 
     def requires(self, ctx: RunContext) -> str | None:

@@ -25,11 +25,11 @@ class FP8Backend:
 
     Attributes:
         name: as scripts and configurations say it.
-        with_deepspeed: its layers keep the parameters of the script, which is all that DeepSpeed asks of them.
+        with_library: its layers keep the parameters of the script, which is all that one that trains asks of them.
     """
 
     name: str
-    with_deepspeed: bool = False
+    with_library: bool = False
 
     def __init__(self, recipe: FP8Recipe) -> None:
         self.recipe = recipe

@@ -1,11 +1,11 @@
-"""Models that a library trains (DeepSpeed, Megatron-LM): finding what the script wrote, and making no replicas."""
+"""Models that a library trains: finding what the script wrote, and making no replicas."""
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+from orc.runtime.core.libraries import libraries
 from orc.runtime.parallel.base import Request
 
 if TYPE_CHECKING:
@@ -14,21 +14,14 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
 
-def is_engine(model: Any) -> bool:
-    """Return whether *model* is an engine of DeepSpeed, which has the model that the script wrote inside."""
-    library = sys.modules.get("deepspeed")  # where it is not loaded there are no engines
-    kind = getattr(library, "DeepSpeedEngine", None)
-    return kind is not None and isinstance(model, kind)
-
-
 class LibraryModels:
     """Models that a library trains. Its engine makes them from all objects of one ``prepare``, not from one model."""
 
-    name = "deepspeed"
+    name = "library"
     order = 10  # before what it would conflict with: its own refusal says what to do
     default = False
     needs: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ("ddp",)
+    conflicts: tuple[str, ...] = ("ddp", "context", "pp", "sequence", "tensor")
     places_parameters = False
     serves: tuple[str, ...] = ()
 
@@ -45,8 +38,8 @@ class LibraryModels:
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module | None:
-        """The module inside an engine of DeepSpeed."""
-        return cast("nn.Module", model.module) if is_engine(model) else None
+        """The module inside what a library made of it."""
+        return next((inner for one in libraries().values() if (inner := one.inside(model)) is not None), None)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any] | None:
         """Not its business."""
