@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from orc.orchestrator.engine import claims, job_secrets, orphans
+from orc.orchestrator.engine import job_secrets, orphans
 from orc.orchestrator.engine.queueing import room_backoff
 from orc.orchestrator.engine.updates import JobUpdate, update_for_early_cancel, update_for_rejection
 from orc.orchestrator.engine.writing import apply
+from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord
 from orc.orchestrator.workspace import Workspace
@@ -66,7 +67,7 @@ def begin(ws: Workspace, job: JobRecord, plan: Plan) -> JobRecord:
             return update_for_early_cancel(current, now)
         return JobUpdate(
             (Event(Kind.SUBMITTING, current.number, {"plan": plan.digest}),),
-            {"claim_expires_at": now + claims.TTL_S, "reason": ""},
+            {"claim_expires_at": now + leases.CLAIM_S, "reason": ""},
             # Now and not when the backend has answered: the job may have started by then.
             {"plan_digest": plan.digest, "first_negative_at": None, "submitted_at": now, "sent_to": sent_to.to_dict()},
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.database import Connection, Database
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Kind
@@ -202,24 +203,14 @@ class Ledger:
                 [{"id": job_id, "now": now} for job_id in job_ids],
             )
 
-    def claim(self, job: JobRecord, owner: str, ttl_s: float) -> bool:
-        """Take the job for *owner* if its claim is still what *job* shows. False when another owner was faster."""
+    def claim(self, job_id: str, owner: str) -> bool:
+        """Take the job for *owner*; False while another owner has it."""
         self._must_last()
-        claim = "UPDATE jobs SET claim_owner = :owner, claim_expires_at = :expires WHERE id = :id AND "
-        parameters = {"id": job.id, "owner": owner, "expires": self._clock() + ttl_s}
-        if job.claim_owner is None:
-            claim += "claim_owner IS NULL"
-        else:
-            claim += "claim_owner = :seen AND claim_expires_at = :seen_expires"
-            parameters |= {"seen": job.claim_owner, "seen_expires": job.claim_expires_at}
         with self._write() as connection:
-            taken = connection.execute(claim, parameters)
-        return taken == 1
+            return leases.take(connection, "jobs", {"id": job_id}, owner, self._clock(), leases.CLAIM_S)
 
     def release(self, job_ids: Sequence[str], owner: str) -> None:
         """Give the jobs back that are still *owner*'s."""
         with self._write() as connection:
-            connection.executemany(
-                "UPDATE jobs SET claim_owner = NULL, claim_expires_at = NULL WHERE id = :id AND claim_owner = :owner",
-                [{"id": job_id, "owner": owner} for job_id in job_ids],
-            )
+            for job_id in job_ids:
+                leases.give_back(connection, "jobs", {"id": job_id}, owner)
