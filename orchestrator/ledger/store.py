@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from orc.orchestrator.ledger import leases
-from orc.orchestrator.ledger.database import Connection, Database
+from orc.orchestrator.ledger.database import Connection, Database, insert
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Kind
 from orc.orchestrator.ledger.queries import (
@@ -197,11 +197,8 @@ class Ledger:
         """Record that the clusters of these jobs have reported them now."""
         now = self._clock()
         with self._write() as connection:
-            connection.executemany(
-                "INSERT INTO sightings (job_id, at) VALUES (:id, :now) "
-                "ON CONFLICT (job_id) DO UPDATE SET at = excluded.at",
-                [{"id": job_id, "now": now} for job_id in job_ids],
-            )
+            rows = ({"job_id": job_id, "at": now} for job_id in job_ids)
+            insert(connection, "sightings", *rows, conflict="ON CONFLICT (job_id) DO UPDATE SET at = excluded.at")
 
     def claim(self, job_id: str, owner: str) -> bool:
         """Take the job for *owner*; False while another owner has it."""
