@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from orc.launchers.errors import RenderError, SpecError
-from orc.orchestrator.engine.claims import Owner, abandon
 from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.leases import abandon, new_owner
 from orc.orchestrator.ledger.records import Destination
 from orc.orchestrator.ledger.store import Ledger
 
@@ -58,7 +58,7 @@ class Workspace:
     backend_for: Callable[[Cluster], Backend] | None = None  # that of a cluster as a user's account has it
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
-    owner: str = field(default_factory=lambda: str(Owner.new()))
+    owner: str = field(default_factory=new_owner)
     user: str = field(default_factory=login_name)  # whose new jobs are that nobody else submits
     subscribed: Callable[[JobSpec], JobSpec] = lambda spec: spec  # with whom the settings tell of every job
     on_live_job: Callable[[], None] = lambda: None  # called as soon as a new job is durable
@@ -93,7 +93,7 @@ class Workspace:
             self.ledger.release(job_ids, self.owner)
         except LedgerError:
             abandon(self.owner)
-            self.owner = str(Owner.new())
+            self.owner = new_owner()
             raise
 
     def backend(self, cluster: str) -> Backend:

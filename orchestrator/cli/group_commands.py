@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orc.launchers.errors import LaunchError, SpecError
+from orc.orchestrator.cli.exit_codes import of_states
 from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import check_jobs, open_client
+from orc.orchestrator.cli.session import refresh as ask_clusters
+from orc.orchestrator.cli.ui.display import submission_progress, waiting
+from orc.orchestrator.cli.ui.output import clock, echo, echo_json, echo_result, state, table
 
 if TYPE_CHECKING:
     from orc.launchers.spec.groups import LoadedGroup, Member
@@ -19,10 +24,6 @@ _METRICS = ("loss", "accuracy")  # shown without being asked for, as far as ther
 
 def submit_group(loaded: LoadedGroup, *, reconciler: bool, yes: bool, as_json: bool) -> int:
     """Submit a group, print its id, and return the exit status."""
-    from orc.orchestrator.cli.exit_codes import of_states
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui.display import submission_progress
-    from orc.orchestrator.cli.ui.output import echo_json
 
     client = open_client(reconciler=reconciler)
     with submission_progress(silent=as_json, yes=yes) as on_progress:
@@ -38,7 +39,6 @@ def submit_group(loaded: LoadedGroup, *, reconciler: bool, yes: bool, as_json: b
 
 def preview(loaded: LoadedGroup, *, as_json: bool) -> None:
     """Print the jobs that a group would become."""
-    from orc.orchestrator.cli.ui.output import echo_json, table
 
     limit = f", {loaded.max_parallel} at a time" if loaded.max_parallel else ""
     if as_json:
@@ -65,7 +65,6 @@ def preview(loaded: LoadedGroup, *, as_json: bool) -> None:
 
 def chosen_member(loaded: LoadedGroup, which: str) -> Member:
     """Return the member with this index or stage. Raises `SpecError`."""
-    from orc.launchers.errors import SpecError
     from orc.launchers.spec.problems import choose
 
     named = {m.stage or str(m.number): m for m in loaded.members}
@@ -103,9 +102,7 @@ def group_command(kind: str, what: str) -> click.Group:
         yes: bool,
         as_json: bool,
     ) -> int:
-        from orc.launchers.errors import SpecError
         from orc.launchers.spec.groups import LoadedGroup
-        from orc.orchestrator.cli.session import check_jobs
 
         limit = () if max_parallel is None else (f"max_parallel={max_parallel}",)
         loaded = check_jobs(job_file, (*overrides, *limit), cluster)
@@ -118,8 +115,6 @@ def group_command(kind: str, what: str) -> click.Group:
     @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="How many at most.")
     @json_option
     def list_(limit: int, as_json: bool) -> None:
-        from orc.orchestrator.cli.session import open_client
-        from orc.orchestrator.cli.ui.output import clock, echo_json, table
 
         found = open_client().groups(kinds=(kind,), limit=limit)
         if as_json:
@@ -137,9 +132,6 @@ def group_command(kind: str, what: str) -> click.Group:
     @click.option("--refresh/--no-refresh", default=True, help="Ask the clusters first (the default).")
     @json_option
     def status(group: str, wanted: tuple[str, ...], refresh: bool, as_json: bool) -> None:
-        from orc.orchestrator.cli.session import open_client
-        from orc.orchestrator.cli.session import refresh as ask_clusters
-        from orc.orchestrator.cli.ui.output import echo_json
 
         client = open_client()
         view = client.group(group, kinds=(kind,))
@@ -161,10 +153,7 @@ def group_command(kind: str, what: str) -> click.Group:
     @click.option("--limit", type=click.IntRange(1), default=5, show_default=True, help="How many at most.")
     @json_option
     def best(group: str, metric: str, largest: bool, limit: int, as_json: bool) -> None:
-        from orc.launchers.errors import LaunchError
         from orc.launchers.spec.problems import choose
-        from orc.orchestrator.cli.session import open_client
-        from orc.orchestrator.cli.ui.output import echo_json
 
         view = open_client().group(group, kinds=(kind,), metrics=True)
         measured = {member.job.id: member.metrics for member in view.members}
@@ -175,17 +164,16 @@ def group_command(kind: str, what: str) -> click.Group:
             raise LaunchError(hint, where=view.id, hint="metrics are what orc.runtime measures: `orc metrics JOB`")
         found.sort(key=lambda member: measured[member.job.id][metric], reverse=largest)
         found = found[:limit]
-        if as_json:
-            echo_json({"id": view.id, "metric": metric, "members": [member.to_dict() for member in found]})
-            return
-        echo(_members(view, found, [(metric, {m.job.id: measured[m.job.id].get(metric) for m in found})]))
+        echo_result(
+            as_json,
+            {"id": view.id, "metric": metric, "members": [member.to_dict() for member in found]},
+            _members(view, found, [(metric, {m.job.id: measured[m.job.id].get(metric) for m in found})]),
+        )
 
     @command.command("cancel", help="Stop all members that have not ended.")
     @argument
     @json_option
     def cancel(group: str, as_json: bool) -> None:
-        from orc.orchestrator.cli.session import open_client
-        from orc.orchestrator.cli.ui.display import waiting
 
         client = open_client()
         with waiting("telling the clusters to stop the jobs"):
@@ -196,7 +184,6 @@ def group_command(kind: str, what: str) -> click.Group:
     @argument
     @json_option
     def retry(group: str, as_json: bool) -> None:
-        from orc.orchestrator.cli.session import open_client
 
         retry_group(open_client().group(group, kinds=(kind,)).id, as_json=as_json)
 
@@ -205,8 +192,6 @@ def group_command(kind: str, what: str) -> click.Group:
 
 def retry_group(group_id: str, *, as_json: bool) -> int:
     """Submit the members that ended without success once more, and return the exit status."""
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui.display import waiting
 
     with waiting("handing the jobs to their clusters"):
         view = open_client().retry_group(group_id)
@@ -215,18 +200,13 @@ def retry_group(group_id: str, *, as_json: bool) -> int:
 
 
 def _report(view: GroupView, *, as_json: bool) -> None:
-    from orc.orchestrator.cli.ui.output import echo_json
 
-    if as_json:
-        echo_json(view.to_dict())
-    else:
-        echo(_summary(view))
+    echo_result(as_json, view.to_dict(), _summary(view))
 
 
 def _members(
     view: GroupView, members: Sequence[MemberView], columns: Sequence[tuple[str, dict[str, float | None]]]
 ) -> str:
-    from orc.orchestrator.cli.ui.output import state, table
 
     keys = view.keys
     staged = any(member.stage for member in members)

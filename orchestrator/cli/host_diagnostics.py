@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.display import display, waiting
+from orc.orchestrator.cli.ui.output import echo, echo_result
+from orc.orchestrator.cli.ui.reporting import block
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend
@@ -16,7 +19,6 @@ def run(name: str, *, network: bool, exclude_bad: bool, as_json: bool) -> int:
     from orc.launchers.backends import open_backend
     from orc.launchers.backends.base import SupportsHostSurvey
     from orc.launchers.spec.clusters import get_cluster
-    from orc.orchestrator.cli.ui import output
 
     backend = open_backend(get_cluster(name))
     if not isinstance(backend, SupportsHostSurvey):
@@ -45,16 +47,15 @@ def run(name: str, *, network: bool, exclude_bad: bool, as_json: bool) -> int:
 def _without_hosts(name: str, as_json: bool) -> int:
     """Show the findings of the backend alone, which has no list of hosts."""
     from orc.orchestrator.cli.commands.clusters import check, finding_dict, findings_text
-    from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.cli.ui.display import waiting
 
     with waiting(f"asking {name}"):
         found = check(name)
     failed = any(finding.level == "error" for finding in found)
-    if as_json:
-        output.echo_json({"cluster": name, "ok": not failed, "findings": [finding_dict(finding) for finding in found]})
-    else:
-        echo(findings_text(found) or f"{name}: nothing to complain about")
+    echo_result(
+        as_json,
+        {"cluster": name, "ok": not failed, "findings": [finding_dict(finding) for finding in found]},
+        findings_text(found) or f"{name}: nothing to complain about",
+    )
     return int(failed)
 
 
@@ -62,7 +63,6 @@ def _examine(backend: Backend, network: bool, *, silent: bool) -> HostDiagnostic
     from contextlib import closing
 
     from orc.launchers.hosts.diagnostics import diagnose_hosts
-    from orc.orchestrator.cli.ui.display import display
 
     with closing(backend), display(silent=silent) as shown:
         stores = backend.stores()
@@ -72,8 +72,6 @@ def _examine(backend: Backend, network: bool, *, silent: bool) -> HostDiagnostic
 
 
 def _show(made: HostDiagnostics) -> None:
-    from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.cli.ui.reporting import block
 
     rows = [_row(row) for row in made.hosts()]
     header = ("", "HOST", "PYTHON", "TORCH", "GPUS", "CPUS", "FREE", "CLOCK", "ALL-REDUCE", "BANDWIDTH", "IN NODE")
@@ -84,7 +82,6 @@ def _show(made: HostDiagnostics) -> None:
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
-    from orc.orchestrator.cli.ui import output
 
     verdict = output.style("bad", fg="red") if row["bad"] else output.style("ok", fg="green")
     if "python" not in row:  # it says nothing about itself

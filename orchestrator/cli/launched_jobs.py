@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.cli.session import open_ledger
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ def submit_and_follow(launched: JobOfLaunch, *, as_json: bool) -> int:
     from orc.launchers.spec.load import validate
     from orc.launchers.spec.source import Document
     from orc.orchestrator.cli.commands.submit import run
-    from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.engine.validation import check_document
 
     client = open_ledger()

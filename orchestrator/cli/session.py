@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orc.orchestrator.cli.ui import reporting
+from orc.orchestrator.cli.ui.display import waiting
+from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui.reporting import block
+
 if TYPE_CHECKING:
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
@@ -33,7 +38,6 @@ def open_client(*, reconciler: bool = True) -> JobsClient:
 
 def open_service(login: Login) -> ServiceClient:
     """Return the client of a service, which says when an answer takes long. Raises `LaunchError`."""
-    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.clients.connecting import service_client
 
     service = service_client(login)
@@ -55,8 +59,6 @@ def open_ledger(*, reconciler: bool = True) -> Client:
 
 def refresh(client: JobsClient, job_ids: Sequence[str], note: str = "shown is what was last known of its jobs") -> None:
     """Ask the clusters of jobs what has become of them, and warn about those that do not answer; *note* is added."""
-    from orc.orchestrator.cli.ui import reporting
-    from orc.orchestrator.cli.ui.display import waiting
 
     with waiting(f"asking the clusters about {len(job_ids)} job{'s' if len(job_ids) != 1 else ''}"):
         report = client.refresh(job_ids)
@@ -116,9 +118,6 @@ def _of_ledger(reconciler: bool) -> Client:
     client = Client(reconciler=reconciler)
     click.get_current_context().call_on_close(client.close)
     if why := client.workspace.ledger.volatile:
-        from orc.orchestrator.cli.ui.output import echo
-        from orc.orchestrator.cli.ui.reporting import block
-
         where = client.workspace.ledger.database.url.removeprefix("sqlite:///")
         do = "free some space: jobs go on, what becomes of them is recorded later, retries wait"
         fields = {"what": f"the ledger can only be read: {why}", "where": where, "do": do}

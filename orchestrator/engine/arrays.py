@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.engine import admission, claims, job_secrets
+from orc.orchestrator.engine import admission, job_secrets
 from orc.orchestrator.engine.attempt_inputs import stored_specs
 from orc.orchestrator.engine.limits import is_limited
 from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt
-from orc.orchestrator.ledger import dependencies, groups
+from orc.orchestrator.ledger import dependencies, groups, leases
 from orc.orchestrator.ledger.lifecycle import JobState
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ def _are_array(ws: Workspace, group_id: str, jobs: Sequence[JobRecord]) -> bool:
 def _is_to_be_had(ws: Workspace, job: JobRecord) -> bool:
     if job.not_before is not None and job.not_before > ws.clock():
         return False
-    free = claims.is_free(job.claim_owner, job.claim_expires_at, ws.clock(), claims.owner_is_gone)
-    return free or job.claim_owner == ws.owner
+    return job.claim_owner == ws.owner or leases.is_free(job.claim_owner, job.claim_expires_at, ws.clock())
 
 
 def takes_arrays(ws: Workspace, cluster: str) -> bool:

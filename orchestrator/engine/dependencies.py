@@ -14,6 +14,7 @@ from orc.launchers.errors import SpecError
 from orc.orchestrator.engine import job_secrets
 from orc.orchestrator.engine.writing import apply
 from orc.orchestrator.ledger import dependencies as table
+from orc.orchestrator.ledger.database import one_of
 from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobUpdate
 
@@ -117,10 +118,9 @@ def with_relatives(ws: Workspace, job_ids: Sequence[str]) -> list[str]:
             "SELECT j.id, j.group_id FROM jobs j JOIN groups g ON g.id = j.group_id "
             "WHERE g.max_parallel IS NOT NULL AND j.state NOT IN ('SUCCEEDED', 'FAILED', 'CANCELLED')"
         )
-        given = connection.tuples(
-            f"SELECT id, group_id FROM jobs WHERE group_id IS NOT NULL AND id IN ({_marks(job_ids)})",  # noqa: S608
-            _values(job_ids),
-        ) if of_group else []  # fmt: skip
+        these, parameters = one_of("id", job_ids)
+        query = f"SELECT id, group_id FROM jobs WHERE group_id IS NOT NULL AND {these}"  # noqa: S608
+        given = connection.tuples(query, parameters) if of_group else []
     before: dict[str, list[str]] = defaultdict(list)
     after: dict[str, list[str]] = defaultdict(list)
     for one, _ in every:
@@ -143,14 +143,6 @@ def _reached(starts: Sequence[str], following: Mapping[str, Sequence[str]]) -> l
                 found[job] = None
                 left.append(job)
     return list(found)
-
-
-def _marks(job_ids: Sequence[str]) -> str:
-    return ", ".join(f":j{number}" for number in range(len(job_ids))) or "NULL"
-
-
-def _values(job_ids: Sequence[str]) -> dict[str, str]:
-    return {f"j{number}": job for number, job in enumerate(job_ids)}
 
 
 def cancel_impossible(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:

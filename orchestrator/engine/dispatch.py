@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.engine import admission, arrays, claims, delivery, job_secrets, orphans
+from orc.orchestrator.engine import admission, arrays, delivery, job_secrets, orphans
 from orc.orchestrator.engine import submission_steps as steps
 from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs, stored_spec
 from orc.orchestrator.engine.fair_share import read_head_starts
@@ -20,6 +20,7 @@ from orc.orchestrator.engine.progress import Progress, silent
 from orc.orchestrator.engine.queueing import queue_key
 from orc.orchestrator.engine.updates import update_for_early_cancel
 from orc.orchestrator.engine.writing import PassReport, apply, note_unreachable, write_all
+from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
@@ -181,9 +182,9 @@ def _dispatch_batch(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport
 
 def _claim(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
     """Take all of *jobs*, or none."""
-    if not all(claims.is_free(j.claim_owner, j.claim_expires_at, ws.clock(), claims.owner_is_gone) for j in jobs):
+    if not all(leases.is_free(job.claim_owner, job.claim_expires_at, ws.clock()) for job in jobs):
         return False
-    return ws.ledger.claim(jobs, ws.owner, claims.TTL_S)
+    return ws.ledger.claim([job.id for job in jobs], ws.owner)
 
 
 def _reject(ws: Workspace, jobs: Sequence[JobRecord], reason: str) -> None:

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError, PartlyUnreachable
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.engine import claims, job_secrets, log_rules, polling
+from orc.orchestrator.engine import job_secrets, log_rules, polling
 from orc.orchestrator.engine.attempt_inputs import attempt_inputs
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import PlacementPlanner
 from orc.orchestrator.engine.retry import retry_cause
 from orc.orchestrator.engine.updates import retry_policy, update_from_observation
 from orc.orchestrator.engine.writing import PassReport, note_unreachable, write_all
-from orc.orchestrator.ledger import polls
+from orc.orchestrator.ledger import leases, polls
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
@@ -145,9 +145,6 @@ def _poll_of(ws: Workspace, access: Access) -> polls.ClusterPoll | None:
 def _take_lease(ws: Workspace, access: Access) -> bool:
     cluster, account = access.cluster, access.account
     with ws.ledger.database.write() as connection:
-        holder = polls.find(connection, cluster, account)
-        if holder is not None and holder.lease_owner and claims.owner_is_gone(holder.lease_owner):
-            polls.release(connection, cluster, holder.lease_owner, account)
         return polls.take_lease(connection, cluster, ws.owner, ws.clock(), polling.LEASE_S, account)
 
 
@@ -342,9 +339,7 @@ def _advance(ws: Workspace, backend: Backend, job_id: str, handle: Handle, repor
         return
     if job.cancel_requested_at is not None or not isinstance(backend, SupportsProvisioning):
         return
-    if not claims.is_free(job.claim_owner, job.claim_expires_at, ws.clock(), claims.owner_is_gone):
-        return
-    if not ws.ledger.claim([job], ws.owner, claims.TTL_S):
+    if not leases.is_free(job.claim_owner, job.claim_expires_at, ws.clock()) or not ws.ledger.claim([job.id], ws.owner):
         return
     try:
         spec, snapshot, secrets = attempt_inputs(ws, job)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError, NoRoom
-from orc.orchestrator.engine import admission, claims
+from orc.orchestrator.engine import admission
 from orc.orchestrator.engine.excluded_hosts import excluded
 from orc.orchestrator.engine.fair_share import read_head_starts
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.progress import Progress, silent
 from orc.orchestrator.engine.queueing import WaitingJob, placement_in_order, queue_key, taken_slots, waiting_reason
+from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.lifecycle import JobState
 
 if TYPE_CHECKING:
@@ -227,8 +228,8 @@ class PlacementPlanner:
                 continue  # it waits for a time, not for room
             if other.state is JobState.QUEUED and look.hold(other):
                 continue  # nor does this one
-            in_hand = other.claim_owner != self.ws.owner and not claims.is_free(
-                other.claim_owner, other.claim_expires_at, tx.now, claims.owner_is_gone
+            in_hand = other.claim_owner != self.ws.owner and not leases.is_free(
+                other.claim_owner, other.claim_expires_at, tx.now
             )
             try:
                 spec = JobSpec.model_validate(json.loads(text))

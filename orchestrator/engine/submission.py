@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import SpecError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
-from orc.orchestrator.engine import attempt_inputs, claims, encryption, job_files, job_secrets
+from orc.orchestrator.engine import attempt_inputs, encryption, job_files, job_secrets
 from orc.orchestrator.engine import submission_steps as steps
 from orc.orchestrator.engine.dependencies import job_named, required, waiting_reason
 from orc.orchestrator.engine.fault_points import fault_point
@@ -22,7 +22,7 @@ from orc.orchestrator.engine.placement import RenderedPlan, render_anywhere
 from orc.orchestrator.engine.progress import Progress, silent
 from orc.orchestrator.engine.updates import deadline_at
 from orc.orchestrator.engine.writing import PassReport
-from orc.orchestrator.ledger import dependencies
+from orc.orchestrator.ledger import dependencies, leases
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.records import JobRecord, NewJob
@@ -247,7 +247,7 @@ def record(
         with ws.ledger.transaction() as tx:
             if within is not None:
                 within(tx)
-            owner, expires = (ws.owner, tx.now + claims.TTL_S) if claimed else (None, None)
+            owner, expires = (ws.owner, tx.now + leases.CLAIM_S) if claimed else (None, None)
             records = []
             for job in jobs:
                 made = tx.enqueue(

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from orc.orchestrator.engine import claims, job_secrets, orphans
+from orc.orchestrator.engine import job_secrets, orphans
 from orc.orchestrator.engine.queueing import room_backoff
 from orc.orchestrator.engine.updates import update_for_early_cancel, update_for_rejection
 from orc.orchestrator.engine.writing import apply, apply_all
+from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace
@@ -69,7 +70,7 @@ def begin(ws: Workspace, attempts: Sequence[tuple[JobRecord, Plan]]) -> list[Job
         digest = plans[current.id].digest
         return JobUpdate(
             (Event(Kind.SUBMITTING, current.number, {"plan": digest}),),
-            {"claim_expires_at": now + claims.TTL_S, "reason": ""},
+            {"claim_expires_at": now + leases.CLAIM_S, "reason": ""},
             # Now and not when the backend has answered: the job may have started by then.
             {
                 "plan_digest": digest,

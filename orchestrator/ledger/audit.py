@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import Connection, insert
 from orc.orchestrator.ledger.records import dump
 
 _COLUMNS = "id, at, username, token_id, address, action, subject, data"
@@ -54,27 +54,13 @@ def append(
     data: Mapping[str, Any] | None = None,
 ) -> None:
     """Add an entry. *data* holds no secrets."""
-    connection.execute(
-        "INSERT INTO audit (at, username, token_id, address, action, subject, data) "
-        "VALUES (:at, :user, :token_id, :address, :action, :subject, :data)",
-        {
-            "at": at,
-            "user": user,
-            "token_id": token_id,
-            "address": address,
-            "action": action,
-            "subject": subject,
-            "data": dump(data or {}),
-        },
-    )
+    row = {"at": at, "username": user, "token_id": token_id, "address": address, "action": action, "subject": subject}
+    insert(connection, "audit", {**row, "data": dump(data or {})})
 
 
 def intend(connection: Connection, intent: str, *, at: float, **line: Any) -> None:
     """Write down what is about to be done; *intent* is an id of its own, *line* the arguments of `append`."""
-    connection.execute(
-        "INSERT INTO audit_intents (id, at, line) VALUES (:id, :at, :line)",
-        {"id": intent, "at": at, "line": dump(line)},
-    )
+    insert(connection, "audit_intents", {"id": intent, "at": at, "line": dump(line)})
 
 
 def answer(connection: Connection, intent: str | None, *, at: float, **line: Any) -> None:
@@ -107,7 +93,7 @@ def settle(connection: Connection, before: float) -> int:
 def prune(connection: Connection, before: float, now: float, *, user: str) -> int:
     """Remove the entries of before that time, as *user*; return how many. It is an entry, too."""
     # Only what is older than a limit can be deleted, and no limit outlives its transaction.
-    connection.execute("INSERT INTO audit_limits (before) VALUES (:before)", {"before": before})
+    insert(connection, "audit_limits", {"before": before})
     removed = connection.execute("DELETE FROM audit WHERE at < :before", {"before": before})
     connection.execute("DELETE FROM audit_limits")
     if removed:

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from orc.orchestrator.ledger.database import Connection
-
-_BATCH = 500  # digests of one statement
+from orc.orchestrator.ledger.database import Connection, batches, insert, one_of
 
 
 def add(connection: Connection, username: str, digests: Iterable[str], now: float) -> None:
     """Note that the user has, or has had, what these digests name."""
-    connection.executemany(
-        "INSERT INTO content_holders (username, digest, at) VALUES (:user, :digest, :now) "
-        "ON CONFLICT (username, digest) DO UPDATE SET at = excluded.at",
-        [{"user": username, "digest": digest, "now": now} for digest in dict.fromkeys(digests)],
+    rows = [{"username": username, "digest": digest, "at": now} for digest in dict.fromkeys(digests)]
+    insert(
+        connection, "content_holders", *rows, conflict="ON CONFLICT (username, digest) DO UPDATE SET at = excluded.at"
     )
 
 
 def held(connection: Connection, username: str, digests: Sequence[str]) -> set[str]:
     """Return those of *digests* that the user is recorded to have."""
     found: set[str] = set()
-    for start in range(0, len(digests), _BATCH):
-        some = {f"d{i}": digest for i, digest in enumerate(digests[start : start + _BATCH])}
-        names = ", ".join(f":{name}" for name in some)
-        query = f"SELECT digest FROM content_holders WHERE username = :user AND digest IN ({names})"  # noqa: S608
-        found |= {row[0] for row in connection.tuples(query, {"user": username, **some})}
+    for some in batches(digests):
+        these, parameters = one_of("digest", some)
+        query = f"SELECT digest FROM content_holders WHERE username = :user AND {these}"  # noqa: S608
+        found |= {row[0] for row in connection.tuples(query, {"user": username, **parameters})}
     return found
 
 

@@ -11,7 +11,7 @@ import random
 import shlex
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +44,24 @@ class Connection(Protocol):
     def tuples(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[tuple[Any, ...]]:
         """Run one query; its rows."""
         ...
+
+
+def insert(connection: Connection, table: str, *rows: Mapping[str, Any], conflict: str = "") -> None:
+    """Insert *rows*, which have the same columns; *conflict* says what becomes of one that is there."""
+    if rows:
+        names, values = ", ".join(rows[0]), ", ".join(f":{name}" for name in rows[0])
+        connection.executemany(f"INSERT INTO {table} ({names}) VALUES ({values}) {conflict}", rows)  # noqa: S608
+
+
+def one_of(column: str, values: Iterable[Any]) -> tuple[str, dict[str, Any]]:
+    """Return the condition that *column* has one of *values*, and its parameters."""
+    found = {f"{column.replace('.', '_')}_{number}": value for number, value in enumerate(values)}
+    return (f"{column} IN ({', '.join(f':{name}' for name in found)})" if found else "1 = 0"), found
+
+
+def batches(values: Sequence[Any], size: int = 500) -> Iterator[Sequence[Any]]:
+    """Yield *values*, so many at a time: databases bound the parameters of one statement."""
+    return (values[start : start + size] for start in range(0, len(values), size))
 
 
 class Database(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import Connection, insert
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.queries import conditions
 
@@ -20,10 +20,7 @@ class Dependency(NamedTuple):
 
 def add(connection: Connection, dependencies: Sequence[Dependency]) -> None:
     """Store *dependencies*; both jobs of each must be in the ledger already."""
-    connection.executemany(
-        "INSERT INTO dependencies (job_id, on_job, condition) VALUES (:job_id, :on_job, :condition)",
-        [dependency._asdict() for dependency in dependencies],
-    )
+    insert(connection, "dependencies", *(dependency._asdict() for dependency in dependencies))
 
 
 def of_jobs(connection: Connection, job_ids: Sequence[str] | None = None) -> list[tuple[Dependency, JobState]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import Connection, insert
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.records import dump
 
@@ -43,11 +43,7 @@ class Member(NamedTuple):
 
 def create(connection: Connection, group: GroupRecord) -> None:
     """Store a new group; its jobs name it as `NewJob.group_id`."""
-    connection.execute(
-        f"INSERT INTO groups ({_COLUMNS}) "  # noqa: S608
-        "VALUES (:id, :kind, :name, :owner, :created_at, :max_parallel, :spec)",
-        {**vars(group), "spec": dump(group.spec)},
-    )
+    insert(connection, "groups", {**vars(group), "spec": dump(group.spec)})
 
 
 def find(connection: Connection, group_id: str) -> GroupRecord | None:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import JOB_ID
 from orc.orchestrator.ledger import schema
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import Connection, batches, insert, one_of
 from orc.orchestrator.ledger.history_format import BATCH, FORMAT, TABLES, ExportedTable
-from orc.orchestrator.ledger.lifecycle import TERMINAL_ATTEMPT, TERMINAL_JOB, AttemptState, JobState, Kind
-from orc.orchestrator.ledger.records import dump
+from orc.orchestrator.ledger.lifecycle import TERMINAL_ATTEMPT, TERMINAL_JOB, AttemptState, Event, JobState, Kind
+from orc.orchestrator.ledger.transaction import event_row
 from orc.orchestrator.ledger.version import HEAD
 
 if TYPE_CHECKING:
@@ -212,11 +212,7 @@ class _Import:
         columns = [
             column for column in table.columns if (table.name, column) not in (("events", "id"), ("audit", "id"))
         ]
-        self._connection.executemany(
-            f"INSERT INTO {table.name} ({', '.join(columns)}) "  # noqa: S608
-            f"VALUES ({', '.join(f':{column}' for column in columns)})",
-            [{column: row[column] for column in columns} for row in fresh],
-        )
+        insert(self._connection, table.name, *({column: row[column] for column in columns} for row in fresh))
         self._report.added[table.name] += len(fresh)
         self._report.known[table.name] += len(rows) - len(fresh)
 
@@ -299,7 +295,7 @@ class _Import:
         for job_id in self._live:
             (state,) = self._connection.tuples("SELECT state, attempt FROM jobs WHERE id = :id", {"id": job_id})
             reason = f"imported as history: it was {state[0]} in the ledger that it came from"
-            events: list[tuple[int | None, Kind]] = [(None, Kind.JOB_CANCELLED)]
+            events = [Event(Kind.JOB_CANCELLED, None, {"reason": reason})]
             for number, attempt in self._connection.tuples(
                 "SELECT number, state FROM attempts WHERE job_id = :id", {"id": job_id}
             ):
@@ -307,9 +303,9 @@ class _Import:
                     continue
                 if number != state[1]:
                     raise self._refused(f"attempt {number} of the job {job_id} is live and not its newest")
-                events = [(number, Kind.CANCELLED), *events]
+                events = [Event(Kind.CANCELLED, number, {"reason": reason}), *events]
                 if attempt == AttemptState.SUBMITTING:
-                    events = [(number, Kind.AMBIGUOUS), *events]
+                    events = [Event(Kind.AMBIGUOUS, number, {"reason": reason}), *events]
                 self._connection.execute(
                     "UPDATE attempts SET state = :state, reason = :reason, ended_at = :now "
                     "WHERE job_id = :id AND number = :number",
@@ -320,22 +316,15 @@ class _Import:
                 "next_attempt_at = NULL, revision = revision + 1 WHERE id = :id",
                 {"state": JobState.CANCELLED, "reason": reason, "now": now, "id": job_id},
             )
-            self._connection.executemany(
-                "INSERT INTO events (job_id, attempt, at, kind, data) VALUES (:job, :attempt, :at, :kind, :data)",
-                [
-                    {"job": job_id, "attempt": number, "at": now, "kind": str(kind), "data": dump({"reason": reason})}
-                    for number, kind in events
-                ],
-            )
+            insert(self._connection, "events", *(event_row(job_id, event, now) for event in events))
         self._report.ended = len(self._live)
 
     def _stored(self, table: str, columns: tuple[str, ...], key: str, values: list[Any]) -> list[Row]:
         found: list[Row] = []
-        for start in range(0, len(values), 500):
-            chosen = {f"i{i}": value for i, value in enumerate(values[start : start + 500])}
-            marks = ", ".join(f":{name}" for name in chosen)
-            query = f"SELECT {', '.join(columns)} FROM {table} WHERE {key} IN ({marks})"  # noqa: S608
-            found += [dict(zip(columns, row, strict=True)) for row in self._connection.tuples(query, chosen)]
+        for some in batches(values):
+            these, parameters = one_of(key, some)
+            query = f"SELECT {', '.join(columns)} FROM {table} WHERE {these}"  # noqa: S608
+            found += [dict(zip(columns, row, strict=True)) for row in self._connection.tuples(query, parameters)]
         return found
 
     def _refused(self, what: str) -> InvalidImport:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import Connection, insert
 from orc.orchestrator.ledger.records import Destination, dump
 
-_THIS = "job_id = :job AND attempt = :attempt AND sent_to = :sent_to"
+_THIS = "job_id = :job_id AND attempt = :attempt AND sent_to = :sent_to"
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,10 @@ def expect(
     key = _key(job_id, attempt, sent_to)
     before = connection.tuples(f"SELECT hosts FROM late_copies WHERE {_THIS}", key)  # noqa: S608
     known = json.loads(before[0][0]) if before else []
-    connection.execute(
-        "INSERT INTO late_copies (job_id, attempt, sent_to, hosts, next_at, until) "
-        "VALUES (:job, :attempt, :sent_to, :hosts, :next_at, :until) ON CONFLICT (job_id, attempt, sent_to) "
-        "DO UPDATE SET hosts = excluded.hosts, next_at = excluded.next_at, until = excluded.until",
-        {**key, "hosts": dump(list(dict.fromkeys([*known, *hosts]))), "next_at": next_at, "until": until},
-    )
+    row = {**key, "hosts": dump(list(dict.fromkeys([*known, *hosts]))), "next_at": next_at, "until": until}
+    changes = "hosts = excluded.hosts, next_at = excluded.next_at, until = excluded.until"
+    conflict = f"ON CONFLICT (job_id, attempt, sent_to) DO UPDATE SET {changes}"
+    insert(connection, "late_copies", row, conflict=conflict)
 
 
 def postpone(connection: Connection, copy: Orphan, *, next_at: float, until: float) -> None:
@@ -86,4 +84,4 @@ def forget(connection: Connection, job_id: str, attempt: int, sent_to: Destinati
 
 def _key(job_id: str, attempt: int, sent_to: Destination | None) -> dict[str, Any]:
     place = dump(sent_to.place.to_dict()) if sent_to is not None else ""
-    return {"job": job_id, "attempt": attempt, "sent_to": place}
+    return {"job_id": job_id, "attempt": attempt, "sent_to": place}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import Connection, insert, one_of
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.queries import conditions
 from orc.orchestrator.ledger.records import dump
@@ -45,30 +45,12 @@ class Notification:
 
 
 def put(
-    connection: Connection,
-    *,
-    event_id: int,
-    job_id: str,
-    target: str,
-    kind: str,
-    payload: Mapping[str, Any],
-    now: float,
-) -> bool:
-    """Store a notification that is due at once; False when *target* has one of this event already."""
-    stored = connection.execute(
-        "INSERT INTO notifications (event_id, job_id, target, kind, payload, state, tries, next_at, last_error, "
-        "created_at) VALUES (:event_id, :job_id, :target, :kind, :payload, 'due', 0, :now, '', :now) "
-        "ON CONFLICT (event_id, target) DO NOTHING",
-        {
-            "event_id": event_id,
-            "job_id": job_id,
-            "target": target,
-            "kind": kind,
-            "payload": dump(payload),
-            "now": now,
-        },
-    )
-    return stored == 1
+    connection: Connection, event_id: int, job_id: str, target: str, kind: str, payload: Mapping[str, Any], now: float
+) -> None:
+    """Store a notification that is due at once, unless *target* has one of this event already."""
+    row = {"event_id": event_id, "job_id": job_id, "target": target, "kind": kind, "payload": dump(payload)}
+    row |= {"state": "due", "tries": 0, "next_at": now, "last_error": "", "created_at": now}
+    insert(connection, "notifications", row, conflict="ON CONFLICT (event_id, target) DO NOTHING")
 
 
 def due(connection: Connection, now: float, limit: int) -> list[Notification]:
@@ -121,9 +103,8 @@ def listed(
     limit: int,
 ) -> list[Notification]:
     """Return notifications (about a job, or jobs of *owner*, in one of *states*), newest first, *limit* at most."""
-    chosen = {f"s{i}": state for i, state in enumerate(states)}
-    where = [f"state IN ({', '.join(f':{name}' for name in chosen)})"] if chosen else ["1 = 1"]
-    parameters: dict[str, Any] = {**chosen}
+    these, parameters = one_of("state", states) if states else ("1 = 1", {})
+    where = [these]
     if job_id is not None:
         where.append("job_id = :job")
         parameters["job"] = job_id
@@ -196,7 +177,7 @@ def _announce(connection: Connection, row: Sequence[Any], events: Sequence[Event
             "reason": str(event.data.get("reason") or ""),
         }
         for target in _listeners(subscriptions, words):
-            put(connection, event_id=event_id, job_id=job_id, target=target, kind=words[0], payload=payload, now=now)
+            put(connection, event_id, job_id, target, words[0], payload, now)
 
 
 def _listeners(subscriptions: Iterable[Mapping[str, object]], words: Sequence[str]) -> list[str]:

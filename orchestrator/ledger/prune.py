@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import Connection, batches, insert, one_of
 from orc.orchestrator.ledger.lifecycle import TERMINAL_JOB
 
 if TYPE_CHECKING:
@@ -91,20 +91,18 @@ def would_prune(ledger: Ledger, rule: PruneRule) -> PruneReport:
     with ledger.database.read() as connection:
         ids = prunable(connection, rule)
         events = 0
-        for start in range(0, len(ids), BATCH):
-            names, parameters = _names(ids[start : start + BATCH])
-            counted = f"SELECT count(*) FROM events WHERE job_id IN ({names})"  # noqa: S608
-            events += connection.tuples(counted, parameters)[0][0]
+        for some in batches(ids):
+            these, parameters = one_of("job_id", some)
+            events += connection.tuples(f"SELECT count(*) FROM events WHERE {these}", parameters)[0][0]  # noqa: S608
     return PruneReport(len(ids), events)
 
 
 def was_pruned(connection: Connection, job_ids: list[str]) -> set[str]:
     """Return those of *job_ids* that were removed by `prune`."""
     found: set[str] = set()
-    for start in range(0, len(job_ids), BATCH):
-        names, parameters = _names(job_ids[start : start + BATCH])
-        query = f"SELECT job_id FROM pruned_jobs WHERE job_id IN ({names})"  # noqa: S608
-        found |= {row[0] for row in connection.tuples(query, parameters)}
+    for some in batches(job_ids):
+        these, parameters = one_of("job_id", some)
+        found |= {row[0] for row in connection.tuples(f"SELECT job_id FROM pruned_jobs WHERE {these}", parameters)}  # noqa: S608
     return found
 
 
@@ -121,20 +119,11 @@ def _batches(ledger: Ledger, rule: PruneRule) -> Iterator[tuple[int, int]]:
 
 def _remove(connection: Connection, ids: list[str], now: float) -> int:
     """Remove these jobs from the ledger; return the number of their events."""
-    names, parameters = _names(ids)
     # From here on, and only of these jobs, events can be deleted.
-    connection.executemany(
-        "INSERT INTO pruned_jobs (job_id, at) VALUES (:job, :now) ON CONFLICT (job_id) DO NOTHING",
-        [{"job": job_id, "now": now} for job_id in ids],
-    )
-    connection.execute(f"DELETE FROM dependencies WHERE on_job IN ({names})", parameters)  # noqa: S608
-    events = 0
-    for table in _OF_JOBS:
-        events = connection.execute(f"DELETE FROM {table} WHERE job_id IN ({names})", parameters)  # noqa: S608
-    connection.execute(f"DELETE FROM jobs WHERE id IN ({names})", parameters)  # noqa: S608
-    return events
-
-
-def _names(ids: list[str]) -> tuple[str, dict[str, str]]:
-    parameters = {f"i{i}": job_id for i, job_id in enumerate(ids)}
-    return ", ".join(f":{name}" for name in parameters), parameters
+    gone = [{"job_id": job_id, "at": now} for job_id in ids]
+    insert(connection, "pruned_jobs", *gone, conflict="ON CONFLICT (job_id) DO NOTHING")
+    removed = {}
+    for table, column in (("dependencies", "on_job"), *((table, "job_id") for table in _OF_JOBS), ("jobs", "id")):
+        these, parameters = one_of(column, ids)
+        removed[table] = connection.execute(f"DELETE FROM {table} WHERE {these}", parameters)  # noqa: S608
+    return removed["events"]

@@ -9,28 +9,23 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import Connection, batches, one_of
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
 
 _JOB_COLUMNS = JobRecord.COLUMNS.split(", ")
 _COLUMNS = ", ".join([*(f"j.{c}" for c in _JOB_COLUMNS), *(f"a.{c}" for c in AttemptRecord.COLUMNS.split(", "))])
-_IDS_PER_QUERY = 500  # databases bound the number of parameters of one statement
 
 
 def conditions(job_ids: Sequence[str] | None, *, active_only: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """SQL conditions, each with its parameters, that together choose these jobs (all of them without *job_ids*)."""
-    parts: list[str] = []
-    fixed: dict[str, Any] = {}
-    if active_only:
-        fixed = {f"s{i}": str(state) for i, state in enumerate(sorted(ACTIVE_JOB))}
-        parts.append(f"j.state IN ({', '.join(f':{name}' for name in fixed)})")
+    live, states = one_of("j.state", map(str, sorted(ACTIVE_JOB))) if active_only else ("1 = 1", {})
     if job_ids is None:
-        yield " AND ".join(parts), fixed
+        yield live, states
         return
-    for start in range(0, len(job_ids), _IDS_PER_QUERY):
-        chosen = {f"i{i}": job_id for i, job_id in enumerate(job_ids[start : start + _IDS_PER_QUERY])}
-        yield " AND ".join([*parts, f"j.id IN ({', '.join(f':{name}' for name in chosen)})"]), fixed | chosen
+    for some in batches(job_ids):
+        chosen, ids = one_of("j.id", some)
+        yield f"{live} AND {chosen}", states | ids
 
 
 def read_jobs(connection: Connection, condition: str, parameters: Mapping[str, Any]) -> list[JobRecord]:

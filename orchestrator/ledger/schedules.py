@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import Connection, insert
 from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.records import dump
 
@@ -42,11 +42,8 @@ class ScheduleRecord:
 
 def create(connection: Connection, schedule: ScheduleRecord) -> None:
     """Store a new schedule."""
-    connection.execute(
-        f"INSERT INTO schedules ({_COLUMNS}) VALUES (:id, :name, :owner, :cron, :timezone, :enabled, "  # noqa: S608
-        ":next_at, :last_at, :last_job, :spec, :digests, :source, :revision)",
-        {**vars(schedule), "spec": dump(schedule.spec), "digests": dump(schedule.digests)},
-    )
+    row = {**vars(schedule), "spec": dump(schedule.spec), "digests": dump(schedule.digests)}
+    insert(connection, "schedules", row)
 
 
 def find(connection: Connection, schedule_id: str) -> ScheduleRecord | None:

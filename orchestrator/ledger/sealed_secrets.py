@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import Connection, insert
 
 REMOVE = "DELETE FROM sealed_secrets WHERE job_id = :job"  # of a job that needs them no more
 
 
 def put(connection: Connection, job_id: str, ciphertext: str, now: float) -> None:
     """Store the encrypted secrets of a job, in place of those that there may be."""
-    connection.execute(
-        "INSERT INTO sealed_secrets (job_id, sealed, at) VALUES (:job, :sealed, :now) "
-        "ON CONFLICT (job_id) DO UPDATE SET sealed = excluded.sealed, at = excluded.at",
-        {"job": job_id, "sealed": ciphertext, "now": now},
-    )
+    conflict = "ON CONFLICT (job_id) DO UPDATE SET sealed = excluded.sealed, at = excluded.at"
+    insert(connection, "sealed_secrets", {"job_id": job_id, "sealed": ciphertext, "at": now}, conflict=conflict)
 
 
 def find(connection: Connection, job_id: str) -> str | None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from orc.orchestrator.ledger.database import Connection, Database
+from orc.orchestrator.ledger import leases
+from orc.orchestrator.ledger.database import Connection, Database, insert
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Kind
 from orc.orchestrator.ledger.queries import (
@@ -21,7 +22,6 @@ from orc.orchestrator.ledger.queries import (
     read_jobs,
     read_reservations,
     read_rows,
-    select_jobs,
 )
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
 from orc.orchestrator.ledger.transaction import Transaction
@@ -206,34 +206,16 @@ class Ledger:
         """Record that the clusters of these jobs have reported them now."""
         now = self._clock()
         with self._write() as connection:
-            connection.executemany(
-                "INSERT INTO sightings (job_id, at) VALUES (:id, :now) "
-                "ON CONFLICT (job_id) DO UPDATE SET at = excluded.at",
-                [{"id": job_id, "now": now} for job_id in job_ids],
-            )
+            rows = ({"job_id": job_id, "at": now} for job_id in job_ids)
+            insert(connection, "sightings", *rows, conflict="ON CONFLICT (job_id) DO UPDATE SET at = excluded.at")
 
-    def claim(self, jobs: Sequence[JobRecord], owner: str, ttl_s: float) -> bool:
-        """Take all of *jobs* for *owner*, or none, if their claims are still what they show.
-
-        False when another owner was faster.
-        """
+    def claim(self, job_ids: Sequence[str], owner: str) -> bool:
+        """Take all of the jobs for *owner*, or none; False while another owner has one of them."""
         self._must_last()
-        seen = {(job.id, job.claim_owner, job.claim_expires_at) for job in jobs}
-        expires = self._clock() + ttl_s
         with self._write() as connection:
-            now = select_jobs(connection, "j.id, j.claim_owner, j.claim_expires_at", [job.id for job in jobs])
-            if set(now) != seen:
-                return False
-            connection.executemany(
-                "UPDATE jobs SET claim_owner = :owner, claim_expires_at = :expires WHERE id = :id",
-                [{"id": job.id, "owner": owner, "expires": expires} for job in jobs],
-            )
-        return True
+            return leases.claim(connection, job_ids, owner, self._clock())
 
     def release(self, job_ids: Sequence[str], owner: str) -> None:
         """Give the jobs back that are still *owner*'s."""
         with self._write() as connection:
-            connection.executemany(
-                "UPDATE jobs SET claim_owner = NULL, claim_expires_at = NULL WHERE id = :id AND claim_owner = :owner",
-                [{"id": job_id, "owner": owner} for job_id in job_ids],
-            )
+            leases.release(connection, job_ids, owner)

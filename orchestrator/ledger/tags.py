@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import SpecError
+from orc.orchestrator.ledger.database import insert
 
 if TYPE_CHECKING:
     from orc.orchestrator.ledger.transaction import Transaction
@@ -28,7 +29,5 @@ def write_tags(tx: Transaction, job_id: str, tags: Mapping[str, str | None]) -> 
     tx.connection.executemany(
         "DELETE FROM job_tags WHERE job_id = :id AND key = :key", [{"id": job_id, "key": key} for key in tags]
     )
-    tx.connection.executemany(
-        "INSERT INTO job_tags (job_id, key, value) VALUES (:id, :key, :value)",
-        [{"id": job_id, "key": key, "value": value} for key, value in tags.items() if value is not None],
-    )
+    rows = ({"job_id": job_id, "key": key, "value": value} for key, value in tags.items() if value is not None)
+    insert(tx.connection, "job_tags", *rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import Connection, insert
 
 _COLUMNS = "id, username, role, note, created_at, expires_at, revoked_at, last_used_at"
 
@@ -29,19 +29,7 @@ class TokenRecord:
 
 def create(connection: Connection, token: TokenRecord, hashed: str) -> None:
     """Store a new token by its hash."""
-    connection.execute(
-        "INSERT INTO tokens (id, hash, username, role, note, created_at, expires_at) "
-        "VALUES (:id, :hash, :user, :role, :note, :created_at, :expires_at)",
-        {
-            "id": token.id,
-            "hash": hashed,
-            "user": token.user,
-            "role": token.role,
-            "note": token.note,
-            "created_at": token.created_at,
-            "expires_at": token.expires_at,
-        },
-    )
+    insert(connection, "tokens", {**dict(zip(_COLUMNS.split(", "), vars(token).values(), strict=True)), "hash": hashed})
 
 
 def find(connection: Connection, hashed: str) -> TokenRecord | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orc.orchestrator.ledger import sealed_secrets
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import Connection, insert
 from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.lifecycle import Event, IllegalTransition, Kind, Position, advance
 from orc.orchestrator.ledger.outbox import announce
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Placement
 
 _JSON_COLUMNS = frozenset({"handle", "hosts", "progress", "exit", "sent_to"})
+
+
+def event_row(job_id: str, event: Event, at: float) -> dict[str, Any]:
+    """Return the row of a new event."""
+    return {
+        "job_id": job_id, "attempt": event.attempt, "at": at, "kind": str(event.kind), "data": dump(event.data)
+    }  # fmt: skip
 
 
 class Transaction:
@@ -45,37 +52,13 @@ class Transaction:
 
         *ciphertext* is that of its secrets, *request* the digest of the key of the request that makes it.
         """
-        self.connection.execute(
-            "INSERT INTO jobs (id, name, cluster, backend, state, reason, attempt, revision, created_at, updated_at, "
-            "claim_owner, claim_expires_at, owner, project, priority, group_id, group_index, not_before, deadline_at, "
-            "source, digests, spec) VALUES (:id, :name, :cluster, :backend, 'QUEUED', :reason, 0, 0, :now, :now, "
-            ":claim_owner, :expires, :owner, :project, :priority, :group_id, :group_index, :not_before, :deadline_at, "
-            ":source, :digests, :spec)",
-            {
-                "id": job.id,
-                "name": job.name,
-                "cluster": job.cluster,
-                "backend": job.backend,
-                "reason": reason,
-                "now": self.now,
-                "claim_owner": owner,
-                "expires": claim_expires_at,
-                "owner": job.owner,
-                "project": job.project,
-                "priority": job.priority,
-                "group_id": job.group_id,
-                "group_index": job.group_index,
-                "not_before": job.not_before,
-                "deadline_at": job.deadline_at,
-                "source": job.source,
-                "digests": dump(job.digests),
-                "spec": dump(job.spec),
-            },
-        )
-        self.connection.executemany(
-            "INSERT INTO job_tags (job_id, key, value) VALUES (:id, :key, :value)",
-            [{"id": job.id, "key": key, "value": value} for key, value in job.tags.items()],
-        )
+        row = {name: value for name, value in vars(job).items() if name not in ("origin", "tags")}
+        row |= {"digests": dump(job.digests), "spec": dump(job.spec), "state": "QUEUED", "reason": reason}
+        row |= {"attempt": 0, "revision": 0, "created_at": self.now, "updated_at": self.now}
+        row |= {"claim_owner": owner, "claim_expires_at": claim_expires_at}
+        insert(self.connection, "jobs", row)
+        tags = ({"job_id": job.id, "key": key, "value": value} for key, value in job.tags.items())
+        insert(self.connection, "job_tags", *tags)
         position = advance(Position(), Event(Kind.QUEUED))
         data = {"cluster": job.cluster, "source": job.source, "origin": job.origin}
         if request:
@@ -107,7 +90,7 @@ class Transaction:
         Raises `Conflict`, `IllegalTransition`.
         """
         revisions = self._revisions([job for job, _, _ in attempts])
-        batch, histories = Batch(), []
+        batch, rows, histories = Batch(), [], []
         for job, _, _ in attempts:
             if revisions.get(job.id) != job.revision:
                 raise Conflict(job.id)
@@ -118,21 +101,12 @@ class Transaction:
             after = advance(job.position, event)
             changed = {"state": after.job, "attempt": number, "reason": "", "next_attempt_at": None}
             self._update_job(batch, job, changed)
-            batch.add(
-                "INSERT INTO attempts (job_id, number, marker, state, reason, plan_digest, prepared_at, restarts, "
-                "hosts, progress) VALUES (:job, :number, :marker, :state, '', :plan, :now, 0, :hosts, '{}')",
-                {
-                    "job": job.id,
-                    "number": number,
-                    "marker": marker,
-                    "state": str(after.attempt),
-                    "plan": plan_digest,
-                    "now": self.now,
-                    "hosts": dump(list(hosts)),
-                },
-            )
+            row = {"job_id": job.id, "number": number, "marker": marker, "state": str(after.attempt), "reason": ""}
+            row |= {"plan_digest": plan_digest, "prepared_at": self.now, "restarts": 0}
+            rows.append({**row, "hosts": dump(list(hosts)), "progress": "{}"})
             histories.append((job.id, [event]))
         batch.run(self.connection)
+        insert(self.connection, "attempts", *rows)
         self._append(histories)
         return self.reload_all([job.id for job, _, _ in attempts])
 
@@ -173,21 +147,11 @@ class Transaction:
         return [(job, specs[job.id]) for job in sorted(jobs, key=lambda job: (job.created_at, job.id))]
 
     def _reserve(self, job: JobRecord, number: int, placement: Placement) -> None:
-        self.connection.executemany(
-            "INSERT INTO reservations (cluster, host, job_id, attempt, node, slots, at) "
-            "VALUES (:cluster, :host, :job, :attempt, :node, :slots, :at)",
-            [
-                {
-                    "cluster": job.cluster,
-                    "host": host,
-                    "job": job.id,
-                    "attempt": number,
-                    "node": node,
-                    "slots": placement.slots,
-                    "at": self.now,
-                }
-                for node, host in enumerate(placement.hosts)
-            ],
+        held = {"cluster": job.cluster, "job_id": job.id, "attempt": number, "slots": placement.slots, "at": self.now}
+        insert(
+            self.connection,
+            "reservations",
+            *({**held, "host": host, "node": node} for node, host in enumerate(placement.hosts)),
         )
 
     def record(
@@ -274,14 +238,8 @@ class Transaction:
         )
 
     def _append(self, histories: Sequence[tuple[str, Sequence[Event]]]) -> None:
-        self.connection.executemany(
-            "INSERT INTO events (job_id, attempt, at, kind, data) VALUES (:job, :attempt, :at, :kind, :data)",
-            [
-                {"job": job_id, "attempt": e.attempt, "at": self.now, "kind": str(e.kind), "data": dump(e.data)}
-                for job_id, events in histories
-                for e in events
-            ],
-        )
+        rows = [event_row(job_id, event, self.now) for job_id, events in histories for event in events]
+        insert(self.connection, "events", *rows)
         announce(self.connection, histories, self.now)
 
 

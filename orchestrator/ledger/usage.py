@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import Connection, insert, one_of
 
 
 class Quota(NamedTuple):
@@ -26,11 +26,8 @@ def all_quotas(connection: Connection) -> list[Quota]:
 
 def put_quota(connection: Connection, quota: Quota) -> None:
     """Store a quota, in place of the one that there may be."""
-    connection.execute(
-        "INSERT INTO quotas (scope, name, resource, amount) VALUES (:scope, :name, :resource, :amount) "
-        "ON CONFLICT (scope, name, resource) DO UPDATE SET amount = excluded.amount",
-        quota._asdict(),
-    )
+    conflict = "ON CONFLICT (scope, name, resource) DO UPDATE SET amount = excluded.amount"
+    insert(connection, "quotas", quota._asdict(), conflict=conflict)
 
 
 def remove_quota(connection: Connection, scope: str, name: str, resource: str) -> bool:
@@ -76,8 +73,8 @@ def read_usage(
             where.append(condition)
             fixed[name] = value
     if job_ids is not None:
-        chosen = {f"i{i}": job_id for i, job_id in enumerate(job_ids)}
-        where.append(f"j.id IN ({', '.join(f':{name}' for name in chosen)})" if chosen else "1 = 0")
+        these, chosen = one_of("j.id", job_ids)
+        where.append(these)
         fixed |= chosen
     after: tuple[str, int] = ("", 0)
     while True:

@@ -15,7 +15,7 @@ import greenlet
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import claims
+from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.database import Connection, Database
 
 
@@ -202,6 +202,6 @@ def simulated(machines: dict[str, Machine], ledger_url: str, new_job_id: Callabl
             for attribute, replacement in replaced.items():
                 if attribute in vars(module):
                     stack.enter_context(mock.patch.object(module, attribute, replacement))
-        stack.enter_context(mock.patch.object(claims, "owner_is_gone", owner_is_gone(machines)))
+        stack.enter_context(mock.patch.object(leases, "owner_is_gone", owner_is_gone(machines)))
         stack.enter_context(mock.patch.dict("os.environ", {"ORC_LEDGER_URL": ledger_url}))
         yield

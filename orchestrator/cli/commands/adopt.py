@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.session import open_ledger
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.display import waiting
+from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.orchestrator.engine.adoption import AdoptionResult
@@ -22,10 +26,6 @@ def command(dry_run: bool, as_json: bool) -> int:
     Their clusters are asked what became of them, and they are written into the ledger: after it was deleted, or
     replaced by an old backup. Exit status 1 when a cluster could not be asked.
     """
-    from orc.orchestrator.cli.session import open_ledger
-    from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.cli.ui.display import waiting
-    from orc.orchestrator.cli.ui.output import echo
     from orc.orchestrator.engine import adoption, job_files
 
     client = open_ledger()

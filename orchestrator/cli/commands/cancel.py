@@ -15,6 +15,9 @@ from orc.orchestrator.cli.options import (
     output_options,
     tag_pairs,
 )
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import jobtext, output, questions, reporting
+from orc.orchestrator.cli.ui.display import waiting
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -41,9 +44,6 @@ def command(
 
     Instead of naming them, choose with --state, --name, --tag and --group among those that have not ended.
     """
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import jobtext, output, reporting
-    from orc.orchestrator.cli.ui.display import waiting
 
     context = click.get_current_context()
     filtered = bool(states or name is not None or tags or group is not None)
@@ -79,7 +79,6 @@ def _agree(client: JobsClient, ids: list[str]) -> None:
 
     Raises `click.UsageError` where nobody can be asked, and `click.exceptions.Exit` for a no.
     """
-    from orc.orchestrator.cli.ui import jobtext, questions
 
     echo("\n".join(jobtext.headline(client.job(job_id)) for job_id in ids), err=True)
     deed = f"cancel {len(ids)} job{'s' if len(ids) > 1 else ''}"

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.commands.discover import command as discover
 from orc.orchestrator.cli.options import cluster_argument, json_option
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.display import waiting
 from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui.reporting import block
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import HostReport
@@ -41,7 +45,6 @@ def list_command(as_json: bool) -> None:
 def _list(as_json: bool) -> None:
     from orc.launchers.paths import clusters_file
     from orc.launchers.spec.clusters import load_clusters
-    from orc.orchestrator.cli.ui import output
 
     found = [_settings(cluster) for cluster in load_clusters().values()]
     if as_json:
@@ -54,7 +57,6 @@ def _list(as_json: bool) -> None:
 def _settings(cluster: Cluster) -> dict[str, Any]:
     """Return the cluster as JSON with the root that it has by default; `None` where its options are wrong."""
     from orc.launchers.backends import open_backend
-    from orc.launchers.errors import LaunchError
 
     settings: dict[str, Any] = cluster.model_dump(mode="json")
     try:
@@ -69,7 +71,6 @@ def _settings(cluster: Cluster) -> dict[str, Any]:
 def show_command(name: str, as_json: bool) -> None:
     """Show the settings of one cluster."""
     from orc.launchers.spec.clusters import get_cluster
-    from orc.orchestrator.cli.ui import output
 
     settings = _settings(get_cluster(name))
     if as_json:
@@ -88,8 +89,6 @@ def check_command(name: str, as_json: bool) -> int:
     from orc.launchers.backends import open_backend
     from orc.launchers.backends.base import SupportsHostSurvey
     from orc.launchers.spec.clusters import get_cluster
-    from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.cli.ui.display import waiting
 
     backend = open_backend(get_cluster(name))
     with waiting(f"asking {name}"):
@@ -124,7 +123,6 @@ def _host_dict(host: HostReport) -> dict[str, Any]:
 
 
 def _host_table(hosts: Sequence[HostReport], holders: Mapping[str, Sequence[str]]) -> str:
-    from orc.orchestrator.cli.ui import output
 
     header = ("HOST", "REACHED", "USER", "PYTHON", "TORCH", "CPUS", "GPUS", "FREE DISK", "SLOTS", "LABELS", "HELD BY")
     rows = []
@@ -173,6 +171,5 @@ def finding_dict(finding: Finding) -> dict[str, str]:
 
 def findings_text(findings: list[Finding]) -> str:
     """Findings as blocks."""
-    from orc.orchestrator.cli.ui.reporting import block
 
     return "\n".join(block({"what": f.what, "where": f.where, "do": f.hint}, f.level) for f in findings)

@@ -8,7 +8,7 @@ from pathlib import PurePath
 import click
 
 from orc.orchestrator.cli.options import json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui.output import echo_result
 
 _INSTALL = {
     "bash": 'eval "$(orc completion bash)"            # in ~/.bashrc',
@@ -30,8 +30,6 @@ def command(shell: str | None, as_json: bool) -> None:
     """
     from click.shell_completion import get_completion_class
 
-    from orc.orchestrator.cli.ui.output import echo_json
-
     name = shell or PurePath(os.environ.get("SHELL", "bash")).name
     completer = get_completion_class(name) if name in _INSTALL else None
     if completer is None:
@@ -39,7 +37,4 @@ def command(shell: str | None, as_json: bool) -> None:
     # Not `source()`: for bash that starts a bash to look at its version.
     instance = completer(click.get_current_context().find_root().command, {}, "orc", "_ORC_COMPLETE")
     script = instance.source_template % instance.source_vars()
-    if as_json:
-        echo_json({"shell": name, "script": script, "install": _INSTALL[name]})
-    else:
-        echo(script)
+    echo_result(as_json, {"shell": name, "script": script, "install": _INSTALL[name]}, script)

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.cli.options import EITHER_SPELLING, json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui import questions
+from orc.orchestrator.cli.ui.output import echo, echo_json, echo_result, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +37,6 @@ def _read(given: Path | None) -> AccelerateConfig:
     """Return the configuration that is there. Raises `SpecError` with the places that were searched."""
     from orc.launchers.accelerate.config_file import find_default, read_config
     from orc.launchers.accelerate.location import default_path
-    from orc.launchers.errors import SpecError
 
     path = given or find_default(os.environ)
     if path is None:
@@ -46,8 +47,6 @@ def _read(given: Path | None) -> AccelerateConfig:
 
 def _written(path: Path, values: dict[str, Any], as_json: bool, after: str = "") -> None:
     if as_json:
-        from orc.orchestrator.cli.ui.output import echo_json
-
         echo_json({"file": str(path.absolute()), "values": values})
         return
     echo(f"configuration saved at {path}")
@@ -71,8 +70,6 @@ def command(ctx: click.Context, config_file: Path | None, force: bool, as_json: 
         return
     from orc.launchers.accelerate.defaults import write_config
     from orc.launchers.accelerate.wizard import interview
-    from orc.launchers.errors import SpecError
-    from orc.orchestrator.cli.ui import questions
     from orc.orchestrator.cli.ui.prompts import Prompts
 
     path, ask = _target(config_file), Prompts()
@@ -134,8 +131,6 @@ def default_command(
     if path.exists() and not force:
         echo(f"{path} is there already, and stays as it is; --force replaces it", err=True)
         if as_json:
-            from orc.orchestrator.cli.ui.output import echo_json
-
             echo_json({"file": None})
         return
     values = basic_config(mixed_precision, gpu_count() or 0)
@@ -170,8 +165,6 @@ def show_command(ctx: click.Context, config_file: Path | None, as_json: bool) ->
     config_file, _, as_json = _inherit(ctx, config_file, False, as_json)
     config = _read(config_file)
     if as_json:
-        from orc.orchestrator.cli.ui.output import echo_json
-
         echo_json({"file": str(config.path.absolute()), "values": config.document.data, "notes": list(config.notes)})
         return
     import yaml
@@ -234,8 +227,6 @@ def examples() -> dict[str, Path]:
 @click.pass_context
 def examples_command(ctx: click.Context, name: str | None, as_json: bool) -> None:
     """List the examples of Accelerate's documentation as job files, or print the one called NAME."""
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.ui.output import echo_json, table
 
     as_json = _inherit(ctx, None, False, as_json)[2]
     known = examples()
@@ -254,10 +245,7 @@ def examples_command(ctx: click.Context, name: str | None, as_json: bool) -> Non
 
         raise LaunchError(f"no example {name!r}{nearest(name, known)}", hint=f"there are: {', '.join(known)}")
     files = {file.name: file.read_text(encoding="utf-8") for file in sorted(known[name].iterdir(), reverse=True)}
-    if as_json:
-        echo_json({"name": name, "files": files})
-        return
-    echo("---\n".join(files.values()).rstrip("\n"))
+    echo_result(as_json, {"name": name, "files": files}, "---\n".join(files.values()).rstrip("\n"))
 
 
 def _facts(folder: Path) -> tuple[str, str, str]:
@@ -278,7 +266,6 @@ def _facts(folder: Path) -> tuple[str, str, str]:
 
 def _write_all(made: Conversion, folder: Path) -> list[Path]:
     """Write the files into *folder*, none over another. Raises `LaunchError`; then nothing was written."""
-    from orc.launchers.errors import LaunchError
 
     texts: dict[Path, Callable[[], str]] = {folder / "job.yaml": made.job_text}
     if made.clusters:
@@ -296,7 +283,6 @@ def _write_all(made: Conversion, folder: Path) -> list[Path]:
 
 
 def _print_json(made: Conversion, files: list[Path]) -> None:
-    from orc.orchestrator.cli.ui.output import echo_json
 
     echo_json(
         {

@@ -9,6 +9,8 @@ import click
 
 from orc.orchestrator.cli.moments import MOMENT
 from orc.orchestrator.cli.options import output_options
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.output import echo
 
 
@@ -28,8 +30,6 @@ def command(
 
     Attempts that still run count until now. Hours without a price are shown as unknown.
     """
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import output
 
     client = open_client()
     chosen = [client.resolve(job) for job in jobs] or None

@@ -8,6 +8,8 @@ from typing import Any
 import click
 
 from orc.orchestrator.cli.options import output_options
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import jobtext, output
 from orc.orchestrator.cli.ui.output import echo
 
 
@@ -18,8 +20,6 @@ from orc.orchestrator.cli.ui.output import echo
 @output_options("json", "yaml")
 def command(a: str, b: str, stat: bool, form: str | None) -> None:
     """Show what differs between two jobs: specification, environment, code, outcome and metrics."""
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import output
 
     client = open_client()
     found = client.diff(client.resolve(a), client.resolve(b))
@@ -28,7 +28,6 @@ def command(a: str, b: str, stat: bool, form: str | None) -> None:
 
 
 def _lines(found: Mapping[str, Any], stat: bool) -> Iterator[str]:
-    from orc.orchestrator.cli.ui import output
 
     first, second = found["jobs"]
     yield output.style(f"{first} .. {second}", bold=True)
@@ -40,7 +39,6 @@ def _lines(found: Mapping[str, Any], stat: bool) -> Iterator[str]:
 
 
 def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
-    from orc.orchestrator.cli.ui import output
 
     yield ""
     yield output.style(title, bold=True)
@@ -48,7 +46,6 @@ def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _keys(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    from orc.orchestrator.cli.ui import output
 
     for entry in entries:
         yield f"  {entry['key']}"
@@ -64,7 +61,6 @@ def _value(value: Any) -> str:
 
 
 def _code(code: Mapping[str, Any], stat: bool) -> Iterator[str]:
-    from orc.orchestrator.cli.ui import output
 
     if code["missing"]:
         yield f"  differs; {code['missing']}"
@@ -78,7 +74,6 @@ def _code(code: Mapping[str, Any], stat: bool) -> Iterator[str]:
 
 
 def _outcome(sides: Sequence[Mapping[str, Any]]) -> str:
-    from orc.orchestrator.cli.ui import jobtext, output
 
     rows = [
         ["state", *(output.state(side["state"]) for side in sides)],
@@ -93,7 +88,6 @@ def _outcome(sides: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _metrics(metrics: Mapping[str, Any], first: str, second: str) -> Iterator[str]:
-    from orc.orchestrator.cli.ui import output
 
     for job, why in zip((first, second), metrics["missing"], strict=True):
         if why:

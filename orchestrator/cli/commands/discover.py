@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.launchers.plugins import BACKENDS
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.ui import output, reporting
+from orc.orchestrator.cli.ui.display import waiting
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -65,8 +68,6 @@ def _discover(
 ) -> None:
     from orc.launchers.paths import clusters_file
     from orc.launchers.spec import source
-    from orc.orchestrator.cli.ui import output, reporting
-    from orc.orchestrator.cli.ui.display import waiting
 
     file = clusters_file()
     if name is not None and write:
@@ -88,7 +89,6 @@ def _discover(
 
 def refuse_known(name: str, file: Path) -> None:
     """Raises `LaunchError` when *file* has an entry of that name, or is not a clusters file."""
-    from orc.launchers.errors import LaunchError
     from orc.launchers.spec.clusters import load_clusters
 
     if name in (load_clusters(file) if file.exists() else {"local"}):
@@ -103,7 +103,6 @@ def append(name: str, text: str, file: Path) -> None:
     """Put *text* at the end of the clusters file, all of it or nothing. Raises `LaunchError`."""
     import stat
 
-    from orc.launchers.errors import LaunchError
     from orc.launchers.remote.files import write_file
     from orc.launchers.spec.clusters import load_clusters
 

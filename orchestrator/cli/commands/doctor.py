@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import complete_clusters, json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.display import waiting
+from orc.orchestrator.cli.ui.output import duration, echo, size, style
 
 if TYPE_CHECKING:
     from orc.launchers.findings import Finding
@@ -61,7 +64,6 @@ _MODULES = {
 
 def kinds() -> Iterator[Kind]:
     """Return a line for each kind of cluster, in alphabetical order; no cluster is contacted."""
-    from orc.launchers.errors import LaunchError
     from orc.launchers.plugins import BACKENDS
     from orc.launchers.spec.clusters import read_clusters
 
@@ -145,7 +147,6 @@ def checks(deep: bool) -> Iterator[Check]:
 
 
 def _guarded(name: str, check: Callable[[], Iterator[Check]]) -> Iterator[Check]:
-    from orc.launchers.errors import LaunchError
 
     try:
         yield from check()
@@ -210,7 +211,6 @@ def _programs_of(kind: str, programs: tuple[str, ...]) -> Iterator[Check]:
 
 def _state() -> Iterator[Check]:
     from orc.launchers.paths import state_dir
-    from orc.orchestrator.cli.ui.output import size
 
     path = state_dir()
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
@@ -257,7 +257,6 @@ def _ledger() -> Iterator[Check]:
 def _reconciler() -> Iterator[Check]:
     import time
 
-    from orc.orchestrator.cli.ui.output import duration
     from orc.orchestrator.client import Client
     from orc.orchestrator.engine import detached
 
@@ -349,7 +348,6 @@ def command(deep: bool, cluster: str | None, network: bool, every: bool, exclude
     With --cluster the hosts of one cluster are examined: reachability, clocks, disks, versions, GPUs, who can talk to
     whom, and how fast an all-reduce over all of them is. Exit status 1 when something is in error.
     """
-    from orc.orchestrator.cli.ui import output
 
     if cluster is not None:
         from orc.orchestrator.cli.host_diagnostics import run
@@ -357,7 +355,6 @@ def command(deep: bool, cluster: str | None, network: bool, every: bool, exclude
         return run(cluster, network=network, exclude_bad=exclude_bad, as_json=as_json)
     if exclude_bad or not network:
         raise click.UsageError("--no-network and --exclude-bad need --cluster NAME", click.get_current_context())
-    from orc.orchestrator.cli.ui.display import waiting
 
     with waiting("checking this machine and the clusters"):
         found = list(checks(deep))
@@ -383,7 +380,6 @@ def command(deep: bool, cluster: str | None, network: bool, every: bool, exclude
 
 
 def _answer(word: str) -> str:
-    from orc.orchestrator.cli.ui.output import style
 
     colours = {"ok": "green", "works": "green", "missing": "yellow", "warning": "yellow", "error": "red"}
     return style(word, fg=colours.get(word))

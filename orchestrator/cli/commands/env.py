@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import EITHER_SPELLING, json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui.output import echo_result
 
 if TYPE_CHECKING:
     from orc.launchers.accelerate.config_file import AccelerateConfig
@@ -57,13 +58,9 @@ def command(config_file: Path | None, as_json: bool) -> None:
 
     Names of hosts, values of most variables and credentials are left out.
     """
-    from orc.orchestrator.cli.ui.output import echo_json
 
     facts = gather(config_file)
-    if as_json:
-        echo_json(facts)
-    else:
-        echo("\n".join(_lines(facts)))
+    echo_result(as_json, facts, "\n".join(_lines(facts)))
 
 
 def gather(config_file: Path | None) -> dict[str, Any]:
@@ -117,7 +114,6 @@ def torch_facts() -> dict[str, Any] | None:
 
 def _clusters() -> list[dict[str, str]] | str:
     """Return names and kinds of the clusters; what is wrong with their file instead."""
-    from orc.launchers.errors import LaunchError
     from orc.launchers.spec.clusters import load_clusters
 
     try:
@@ -129,7 +125,6 @@ def _clusters() -> list[dict[str, str]] | str:
 def _accelerate(config_file: Path | None) -> dict[str, Any] | None:
     """Return the Accelerate file in use and its values; texts that people make up are left out."""
     from orc.launchers.accelerate.config_file import find_default, read_config
-    from orc.launchers.errors import LaunchError
 
     if config_file is not None:
         config = read_config(config_file)

@@ -7,8 +7,10 @@ from typing import Any
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import EITHER_SPELLING, json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui.display import waiting
+from orc.orchestrator.cli.ui.output import echo, echo_json, table
 
 _DTYPES = ("float32", "float16", "int8", "int4")
 _TRAINED = ("float32", "bfloat16", "float16")
@@ -46,9 +48,6 @@ def command(
     MODEL is a folder with a config.json, such a file, package.module:Class, file.py:Class, or a name on the Hub. Only
     the configuration is read: the model is made without memory. It needs torch, and the model's library.
     """
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.ui.display import waiting
-    from orc.orchestrator.cli.ui.output import echo_json, table
 
     if more and not first:
         raise click.UsageError(f"{more[0]}: name dtypes after --dtypes")
@@ -86,8 +85,6 @@ def command(
 
 
 def _on_each_process(model: str, made: Any, parallelism: str, given: dict[str, Any], as_json: bool) -> None:
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.ui.output import echo_json, table
 
     memory = importlib.import_module("orc.runtime.weights.parallel_memory")
     sizes = importlib.import_module("orc.runtime.weights.sizes")

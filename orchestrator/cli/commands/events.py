@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from orc.orchestrator.cli.options import newest_job_argument, output_options
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.output import echo
 
 
@@ -16,8 +18,6 @@ def command(job: str, form: str | None) -> None:
 
     With -o wide the raw data of each event is shown beside the words; --json has all of it.
     """
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import output
     from orc.orchestrator.cli.ui.event_text import sentence
 
     client = open_client()

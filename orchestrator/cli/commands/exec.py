@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import job_argument
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui.display import waiting
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -33,8 +36,6 @@ def command(job: str, node: int | None, rank: int | None, everywhere: bool, prog
     if (node is not None) + (rank is not None) + everywhere > 1:
         raise click.UsageError("give one of --node, --rank and --all", click.get_current_context())
     from orc.launchers.hosts.sessions import on_node
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui.display import waiting
 
     client = open_client()
     with waiting(f"looking for the nodes of {job}"):
@@ -48,7 +49,6 @@ def command(job: str, node: int | None, rank: int | None, everywhere: bool, prog
 
 def pick(client: JobsClient, job: str, entries: Sequence[NodeEntry], node: int | None, rank: int | None) -> NodeEntry:
     """Return the node that is meant. Raises `LaunchError` when the job has no such one."""
-    from orc.launchers.errors import LaunchError
 
     number = node or 0
     if rank is not None:
@@ -62,7 +62,6 @@ def pick(client: JobsClient, job: str, entries: Sequence[NodeEntry], node: int |
 
 def become(client: JobsClient, argv: Sequence[str]) -> NoReturn:
     """Replace this process by *argv*. Raises `LaunchError` when that cannot be."""
-    from orc.launchers.errors import LaunchError
 
     client.close()
     sys.stdout.flush()

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import open_ledger
+from orc.orchestrator.cli.ui.output import echo_result
 
 
 @click.command("export")
@@ -21,9 +23,6 @@ def command(file: str, force: bool, as_json: bool) -> int:
 
     Jobs may run and be submitted meanwhile: the file shows one moment. It has no secrets and no tokens in it.
     """
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.session import open_ledger
-    from orc.orchestrator.cli.ui import output
     from orc.orchestrator.ledger.history_format import export
 
     ledger = open_ledger().workspace.ledger
@@ -46,8 +45,9 @@ def command(file: str, force: bool, as_json: bool) -> int:
         raise LaunchError(what, where=file, hint="name a file in a directory that you can write to") from error
     finally:
         new.unlink(missing_ok=True)
-    if as_json:
-        output.echo_json({"file": file, "rows": counts})
-    else:
-        echo(f"wrote {counts['jobs']} jobs with {counts['events']} events into {file}")
+    echo_result(
+        as_json,
+        {"file": file, "rows": counts},
+        f"wrote {counts['jobs']} jobs with {counts['events']} events into {file}",
+    )
     return 0

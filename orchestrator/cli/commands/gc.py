@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import AGE, cluster_option, json_option
+from orc.orchestrator.cli.session import open_ledger
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.display import waiting
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.launchers.errors import LaunchError
     from orc.launchers.snapshot.gc import GcReport
     from orc.orchestrator.engine.retention import Place
 
@@ -38,13 +41,9 @@ def command(cluster: str | None, dry_run: bool, older_than: float, work: bool, a
     that have not ended, and what was used lately. Of a job whose snapshot is removed, `orc resubmit` is no longer
     possible. Exit status 1 when a host could not be cleaned.
     """
-    from orc.launchers.errors import LaunchError
     from orc.launchers.remote.transport import LocalTransport
     from orc.launchers.snapshot.gc import GcRequest
     from orc.launchers.transfer.targets import Targets, collect_garbage
-    from orc.orchestrator.cli.session import open_ledger
-    from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.engine.retention import collect_at, snapshot_needs
 
     client = open_ledger()
@@ -82,7 +81,6 @@ def _to_dict(place: Place, result: GcReport | LaunchError) -> dict[str, Any]:
 
 
 def _table(found: Mapping[Place, GcReport | LaunchError], dry_run: bool) -> str:
-    from orc.orchestrator.cli.ui import output
 
     rows = []
     for place, result in found.items():

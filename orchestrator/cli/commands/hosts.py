@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.errors import SpecError
 from orc.orchestrator.cli.options import SECONDS, cluster_argument, json_option
+from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -37,7 +39,6 @@ def run_command(name: str, chosen: tuple[str, ...], timeout: float, as_json: boo
 
     from orc.launchers.backends import open_backend
     from orc.launchers.backends.base import Backend
-    from orc.launchers.errors import SpecError
     from orc.launchers.hosts.commands import Script
     from orc.launchers.spec.clusters import get_cluster
 
@@ -69,7 +70,6 @@ def run_and_report(
     results in it below the plural of *noun*.
     """
     from orc.launchers.hosts.commands import run_on_hosts, worst_status
-    from orc.orchestrator.cli.ui import output
 
     lines: dict[str, list[str]] = {name: [] for name in transports}
 
@@ -97,7 +97,6 @@ def run_and_report(
 
 def _select(transports: Mapping[str, Transport], chosen: tuple[str, ...], cluster: str) -> dict[str, Transport]:
     """Return the transports of the *chosen* hosts, or of all. Raises `SpecError` for a host that is none."""
-    from orc.launchers.errors import SpecError
 
     for name in chosen:
         if name not in transports:

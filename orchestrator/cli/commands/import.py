@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.session import open_ledger
+from orc.orchestrator.cli.ui import output, questions
 from orc.orchestrator.cli.ui.output import echo
 
 
@@ -23,9 +26,6 @@ def command(file: str, take_over: bool, yes: bool, as_json: bool) -> int:
     It is read as an archive: nothing of it runs. Jobs that had not ended come in as cancelled, schedules as disabled.
     Jobs that are here already stay as they are, so that a second time changes nothing.
     """
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.session import open_ledger
-    from orc.orchestrator.cli.ui import output
     from orc.orchestrator.ledger.history_import import import_history
 
     if yes and not take_over:
@@ -69,7 +69,6 @@ def _agree(lines: list[str], where: str, *, yes: bool) -> None:
 
     Raises `InvalidImport`, `click.UsageError` where nobody can be asked, and `click.exceptions.Exit` for a no.
     """
-    from orc.orchestrator.cli.ui import questions
     from orc.orchestrator.ledger.history_import import live_work
 
     work = live_work(lines, where)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui.output import echo, echo_json, table
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -75,7 +76,6 @@ def copy(source: Path, target: Path) -> list[str]:
 
     Returns the relative paths written. Raises `LaunchError`; what was written before the error is removed again.
     """
-    from orc.launchers.errors import LaunchError
 
     files = [path.relative_to(source) for path in _files(source)]
     files_made = [*files, Path(SCHEMA)]
@@ -129,7 +129,6 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _list(known: dict[str, Path]) -> None:
-    from orc.orchestrator.cli.ui.output import table
 
     rows = [(n, duration(p), ", ".join(needs(p)) or "nothing", description(p)) for n, p in known.items()]
     header, *lines = table(("STARTER", "TAKES", "NEEDS", "WHAT IT SHOWS"), rows).splitlines()
@@ -164,8 +163,6 @@ def _complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> 
 @json_option
 def command(starter: str | None, directory: Path | None, listed: bool, as_json: bool) -> None:
     """Copy STARTER to DIRECTORY (default: a new directory of its name); without arguments, list the starters."""
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.ui.output import echo_json
 
     known = starters()
     if starter is None or listed:

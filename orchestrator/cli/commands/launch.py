@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.launchers.accelerate.keys import FLAGS, GROUPS, OPTIONS, Option
+from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.cli.options import EITHER_SPELLING, SECONDS, json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui.output import echo, echo_json, stdout_to_stderr
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -129,7 +130,6 @@ def _file_values(path: str | None) -> tuple[dict[str, Any], str]:
     if path is None and not default_path(os.environ).is_file():
         return {}, ""
     from orc.launchers.accelerate.config_file import find_default, read_config
-    from orc.launchers.errors import SpecError
 
     if path is not None:
         return read_config(path).values, path
@@ -152,7 +152,6 @@ def _through_mpirun(request: LocalLaunch, values: Values, nproc: int | None) -> 
     from dataclasses import replace
 
     from orc.launchers.accelerate.variables import variables
-    from orc.launchers.errors import LaunchError
     from orc.launchers.foreground import mpirun
 
     if not mpirun.wanted(values, os.environ):
@@ -170,7 +169,6 @@ _OF_TORCHRUN = ("rdzv_backend", "rdzv_conf", "monitor_interval")
 
 def _through_torchrun(request: LocalLaunch, values: Values, as_json: bool) -> None:
     """Become torchrun where *values* need it."""
-    from orc.launchers.errors import LaunchError
     from orc.launchers.foreground import torchrun
 
     if not torchrun.wanted(request, values):
@@ -190,7 +188,6 @@ def _elsewhere(options: dict[str, Any], file: dict[str, Any]) -> str | None:
         return None
     from orc.launchers.accelerate.merge import trains_with_deepspeed
     from orc.launchers.accelerate.remote_launch import place_of
-    from orc.launchers.errors import LaunchError
 
     try:
         return place_of({**file, **_said(options)}, trains_with_deepspeed(options, file))
@@ -214,7 +211,6 @@ def _launch_elsewhere(
     """Run the launch as a job on other machines, and return its exit status."""
     from orc.launchers.accelerate import remote_launch
     from orc.launchers.accelerate.merge import Values
-    from orc.launchers.errors import LaunchError
     from orc.launchers.foreground.launch import LocalLaunch, interpreter_flags
     from orc.orchestrator.cli.launched_jobs import hide_credentials, submit_and_follow
 
@@ -268,7 +264,6 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
     Flags have either spelling, --num_processes or --num-processes. What they do here: docs/reference/launch.md.
     """
     from orc.launchers.accelerate.merge import merge
-    from orc.launchers.errors import LaunchError
     from orc.launchers.foreground.documented import documented
     from orc.launchers.foreground.launch import LocalLaunch, interpreter_flags, launch, log_stderr
     from orc.runtime.core.config import ConfigError, to_env
@@ -296,7 +291,6 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
         _through_torchrun(described.request, values, as_json)
     if not as_json:
         return launch(described.request)
-    from orc.orchestrator.cli.ui.output import echo_json, stdout_to_stderr
 
     with stdout_to_stderr():
         status = launch(described.request)

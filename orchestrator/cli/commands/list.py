@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.orchestrator.cli.options import filter_options, output_options, tag_pairs
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import jobtext, output
+from orc.orchestrator.cli.ui.display import waiting
+from orc.orchestrator.cli.ui.output import echo, rendered
 
 if TYPE_CHECKING:
     from orc.orchestrator.clients.surface import JobsClient
@@ -36,7 +39,6 @@ def command(
     form: str | None,
 ) -> None:
     """List jobs, newest first, as the ledger has them, with the age of what is not final (`orc status` asks)."""
-    from orc.orchestrator.cli.session import open_client
 
     if watching and form in ("json", "yaml", "name"):
         raise click.UsageError(f"--watch shows a table, and -o {form} is none", click.get_current_context())
@@ -57,8 +59,6 @@ def fresh(client: JobsClient, read_rows: Callable[[], list[JobRow]]) -> list[Job
     """Return the rows, after a poll of the clusters of those with old states."""
     import time
 
-    from orc.orchestrator.cli.ui.display import waiting
-
     rows = read_rows()
     stale = [row.id for row in rows if row.age_from is not None and time.time() - row.age_from > STALE_S]
     if stale:
@@ -70,7 +70,6 @@ def fresh(client: JobsClient, read_rows: Callable[[], list[JobRow]]) -> list[Job
 
 def show(client: JobsClient, rows: Sequence[JobRow], form: str | None) -> None:
     """Print the rows as *form*: json, yaml, name, wide or a table."""
-    from orc.orchestrator.cli.ui import output
 
     if output.document({"jobs": [job.to_dict() for job in rows]}, form):
         return
@@ -90,8 +89,6 @@ def show(client: JobsClient, rows: Sequence[JobRow], form: str | None) -> None:
 def table(rows: Sequence[JobRow], wide: bool = False) -> str:
     """Return the rows as a table; a *wide* one has more columns, and none is cut to the terminal."""
     import time
-
-    from orc.orchestrator.cli.ui import jobtext, output
 
     now = time.time()
     header = ["JOB", "STATE", "CLUSTER", "CREATED", "TIME", "SEEN"]
@@ -133,8 +130,6 @@ def watch(read_rows: Callable[[], list[JobRow]], rows: list[JobRow], wide: bool)
     if sys.stdout.isatty():
         from rich.live import Live
         from rich.text import Text
-
-        from orc.orchestrator.cli.ui.output import rendered
 
         with Live(auto_refresh=False, vertical_overflow="crop") as screen:
             while True:

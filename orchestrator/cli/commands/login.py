@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from orc.orchestrator.cli.options import json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import open_service
+from orc.orchestrator.cli.ui.output import echo, echo_json
 
 
 @click.command("login")
@@ -22,8 +23,6 @@ def command(url: str, token_file: str | None, ca: str | None, insecure_http: boo
 
     The token is asked for on a terminal, else read from standard input: an argument would be seen by others.
     """
-    from orc.orchestrator.cli.session import open_service
-    from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.clients import logins
     from orc.orchestrator.clients.logins import Login
 

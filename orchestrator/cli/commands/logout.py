@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui.output import echo_result
 
 
 @click.command("logout")
@@ -16,8 +17,6 @@ def command(url: str | None, as_json: bool) -> None:
 
     The token stays valid: `orc token revoke` ends it for everybody who has it.
     """
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.clients import logins
 
     current, stored = logins.read()
@@ -28,7 +27,4 @@ def command(url: str | None, as_json: bool) -> None:
             f"not logged in to {address}" if address else "not logged in to a service",
             hint=f"logged in to {known}" if known else "`orc login URL` logs in",
         )
-    if as_json:
-        echo_json({"url": address})
-    else:
-        echo(f"forgot the token for {address}")
+    echo_result(as_json, {"url": address}, f"forgot the token for {address}")

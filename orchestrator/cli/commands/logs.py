@@ -6,15 +6,18 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.moments import MOMENT
 from orc.orchestrator.cli.options import json_option, newest_job_argument
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.display import display, waiting
 
 if TYPE_CHECKING:
     import re
     from collections.abc import Sequence
 
     from orc.launchers.attempts.logs import LogSelector
-    from orc.launchers.errors import LaunchError
     from orc.orchestrator.views import JobView
 
 
@@ -58,10 +61,6 @@ def command(
 
     With --json each line of output is {"attempt", "rank", "node", "offset", "end", "text"}.
     """
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.cli.ui.display import display, waiting
     from orc.orchestrator.cli.ui.follow import follow
     from orc.orchestrator.cli.ui.log_lines import LineFilter, copy_merged, have_times
     from orc.orchestrator.cli.ui.tail import Cursor, JsonSink, PlainSink, PrefixSink, Selection, Sink
@@ -118,7 +117,6 @@ def _compiled(pattern: str | None) -> re.Pattern[bytes] | None:
 
 def _no_logs(view: JobView, number: int, existing: Sequence[LogSelector]) -> LaunchError:
     """Return the error for logs that do not exist, beside those of the attempt that do."""
-    from orc.launchers.errors import LaunchError
     from orc.orchestrator.insight.sessions import ranges
 
     if not number and view.ended:

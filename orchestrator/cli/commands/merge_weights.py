@@ -7,8 +7,10 @@ from pathlib import Path
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import EITHER_SPELLING, json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui.display import waiting
+from orc.orchestrator.cli.ui.output import echo_result
 
 
 @click.command("merge-weights", context_settings=EITHER_SPELLING)
@@ -28,9 +30,6 @@ def command(
 
     It needs torch, and memory for the whole model once.
     """
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.ui.display import waiting
-    from orc.orchestrator.cli.ui.output import echo_json
 
     try:  # by name: no other command may bring torch along
         merge = importlib.import_module("orc.runtime.checkpoint.merge").merge_fsdp_weights
@@ -42,7 +41,4 @@ def command(
             file = merge(directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
     except (errors.CheckpointError, OSError, ValueError) as error:
         raise LaunchError(str(error), where=str(directory)) from None
-    if as_json:
-        echo_json({"file": file})
-        return
-    echo(f"wrote {file}")
+    echo_result(as_json, {"file": file}, f"wrote {file}")

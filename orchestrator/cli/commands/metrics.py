@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.errors import BackendUnreachable, LaunchError
 from orc.orchestrator.cli.options import json_option, optional_jobs_argument
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import jobtext, output, reporting
+from orc.orchestrator.cli.ui.display import waiting
+from orc.orchestrator.cli.ui.output import echo, echo_json_line
 
 if TYPE_CHECKING:
     from orc.orchestrator.clients.surface import JobsClient, MetricsReader
@@ -42,9 +46,6 @@ def command(jobs: tuple[str, ...], following: bool, wanted: tuple[str, ...], tai
     Of several JOBs the last values are a table, and their curves are drawn over one another. With --json every line of
     the job's metrics.jsonl is printed, over all attempts and hosts; of several jobs with a key "job".
     """
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import reporting
-    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.insight.metrics import course
 
     client = open_client()
@@ -86,10 +87,7 @@ def _compare(client: JobsClient, job_ids: Sequence[str], wanted: Sequence[str], 
     """Print the last values of several jobs, and their curves over one another."""
     import shutil
 
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.ui import output, reporting
     from orc.orchestrator.cli.ui.curves import MARKS, overlay
-    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.insight.metrics import course, series
 
     if len(job_ids) > len(MARKS):
@@ -128,8 +126,6 @@ def _last(lines: Sequence[Line], name: str) -> str:
 
 
 def _nothing(client: JobsClient, job_id: str) -> Exception:
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.ui import jobtext
 
     view = client.job(job_id)
     hint = (
@@ -141,7 +137,6 @@ def _nothing(client: JobsClient, job_id: str) -> Exception:
 
 
 def _refuse_unknown(wanted: Sequence[str], lines: Sequence[Line], job_id: str) -> None:
-    from orc.launchers.errors import LaunchError
     from orc.orchestrator.insight.metrics import names
 
     known = names(lines)
@@ -156,7 +151,6 @@ def _growth(client: JobsClient, job_id: str, reader: MetricsReader) -> Iterator[
     """Print the measurements from now on, until the job has ended."""
     import time
 
-    from orc.launchers.errors import BackendUnreachable
     from orc.orchestrator.cli.ui.follow import Watch
 
     watch = Watch(client, job_id)
@@ -174,7 +168,6 @@ def _growth(client: JobsClient, job_id: str, reader: MetricsReader) -> Iterator[
 
 
 def _print_json(lines: Sequence[Line]) -> None:
-    from orc.orchestrator.cli.ui.output import echo_json_line
 
     for line in lines:
         echo_json_line(line)
@@ -189,7 +182,6 @@ class _Table:
 
     def show(self, lines: Sequence[Line]) -> None:
         """Print *lines*, the first time below a header."""
-        from orc.orchestrator.cli.ui import output
 
         if not lines:
             return
@@ -205,7 +197,6 @@ class _Table:
             echo(self._line(row))
 
     def _cells(self, line: Line) -> list[str]:
-        from orc.orchestrator.cli.ui import output
 
         at = line.get("at")
         cells = [output.clock(at if isinstance(at, (int, float)) else None)]
@@ -228,7 +219,6 @@ def _curves(lines: Sequence[Line], wanted: Sequence[str]) -> list[str]:
     import shutil
     import sys
 
-    from orc.orchestrator.cli.ui import output
     from orc.orchestrator.cli.ui.curves import chart
     from orc.orchestrator.insight.metrics import series
 

@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import json_option, output_options
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import jobtext, output
+from orc.orchestrator.cli.ui.display import waiting
+from orc.orchestrator.cli.ui.output import echo, echo_result
 
 if TYPE_CHECKING:
     from orc.orchestrator.views import NotificationView
@@ -31,8 +35,6 @@ def command() -> None:
 @output_options("json", "yaml")
 def list_command(job: str | None, states: tuple[str, ...], limit: int, form: str | None) -> None:
     """List notifications, newest first: what is due, what was sent, what was given up and why."""
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import output
 
     client = open_client()
     found = client.notifications(job_id=client.resolve(job) if job else None, states=states, limit=limit)
@@ -47,7 +49,6 @@ def list_command(job: str | None, states: tuple[str, ...], limit: int, form: str
 
 
 def _row(one: NotificationView) -> list[str]:
-    from orc.orchestrator.cli.ui import jobtext, output
 
     next_at = "-" if one.next_at is None else output.clock(one.next_at)
     error = jobtext.first_line(one.error)
@@ -59,18 +60,13 @@ def _row(one: NotificationView) -> list[str]:
 @json_option
 def retry_command(jobs: tuple[str, ...], as_json: bool) -> None:
     """Send notifications about JOBs that were given up after all; without one, those about all jobs."""
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui.output import echo_json
 
     client = open_client()
     chosen = [client.resolve(job) for job in jobs]
     if not jobs:
         chosen = list(dict.fromkeys(one.job for one in client.notifications(states=("dead",), limit=500)))
     count = sum(client.retry_notifications(job_id) for job_id in chosen)
-    if as_json:
-        echo_json({"due": count})
-    else:
-        echo(f"{count} due again")
+    echo_result(as_json, {"due": count}, f"{count} due again")
 
 
 @command.command("test")
@@ -81,10 +77,7 @@ def test_command(target: str, as_json: bool) -> None:
     import time
     import uuid
 
-    from orc.launchers.errors import LaunchError
     from orc.launchers.secrets import resolve_secrets
-    from orc.orchestrator.cli.ui.display import waiting
-    from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.notifications.delivery import send
     from orc.orchestrator.notifications.sending import Undelivered
     from orc.orchestrator.notifications.targets import Policy, load_settings, target_of
@@ -96,7 +89,4 @@ def test_command(target: str, as_json: bool) -> None:
             send(found, payload, f"test-{uuid.uuid4().hex[:12]}", time.time())
     except Undelivered as error:
         raise LaunchError(f"the test did not arrive: {error}", where=found.shown) from None
-    if as_json:
-        echo_json({"target": found.shown, "sent": True})
-    else:
-        echo(f"sent to {found.shown}")
+    echo_result(as_json, {"target": found.shown, "sent": True}, f"sent to {found.shown}")

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import AGE, complete_clusters, json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import open_ledger
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.display import waiting
+from orc.orchestrator.cli.ui.output import echo, echo_result
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from orc.launchers.backends.base import Leftover
-    from orc.launchers.errors import LaunchError
 
 _WHY = {
     "over": "its job is over",
@@ -74,23 +77,20 @@ def command(
 
 
 def _prune_jobs(age: float, cluster: str | None, *, keep_failed: bool, dry_run: bool, as_json: bool) -> int:
-    from orc.orchestrator.cli.session import open_ledger
-    from orc.orchestrator.cli.ui import output
     from orc.orchestrator.ledger.prune import PruneRule, prune, would_prune
 
     ledger = open_ledger().workspace.ledger
     rule = PruneRule(ledger.now() - age, keep_failed, cluster)
     report = would_prune(ledger, rule) if dry_run else prune(ledger, rule)
-    if as_json:
-        output.echo_json({"dry_run": dry_run, "jobs": report.jobs, "events": report.events})
-    else:
-        echo(f"{'would remove' if dry_run else 'removed'} {report.jobs} jobs with {report.events} events")
+    echo_result(
+        as_json,
+        {"dry_run": dry_run, "jobs": report.jobs, "events": report.events},
+        f"{'would remove' if dry_run else 'removed'} {report.jobs} jobs with {report.events} events",
+    )
     return 0
 
 
 def _prune_audit(age: float, *, dry_run: bool, as_json: bool) -> int:
-    from orc.orchestrator.cli.session import open_ledger
-    from orc.orchestrator.cli.ui import output
     from orc.orchestrator.ledger import audit
 
     ws = open_ledger().workspace
@@ -98,18 +98,15 @@ def _prune_audit(age: float, *, dry_run: bool, as_json: bool) -> int:
     with ws.ledger.database.write() as connection:
         before = now - age
         lines = audit.count(connection, before) if dry_run else audit.prune(connection, before, now, user=ws.user)
-    if as_json:
-        output.echo_json({"dry_run": dry_run, "lines": lines})
-    else:
-        echo(f"{'would remove' if dry_run else 'removed'} {lines} lines of the audit log")
+    echo_result(
+        as_json,
+        {"dry_run": dry_run, "lines": lines},
+        f"{'would remove' if dry_run else 'removed'} {lines} lines of the audit log",
+    )
     return 0
 
 
 def _prune_clouds(cluster: str | None, *, dry_run: bool, kept: bool, unknown: bool, as_json: bool) -> int:
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.session import open_ledger
-    from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.engine import cleanup
 
     ws = open_ledger().workspace
@@ -159,7 +156,6 @@ def _texts(errors: Mapping[str, LaunchError]) -> dict[str, str]:
 
 
 def _text(rows: Sequence[tuple[str, Leftover, str]]) -> str:
-    from orc.orchestrator.cli.ui import output
 
     if not rows:
         return "nothing is left"

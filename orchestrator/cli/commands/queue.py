@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import complete_clusters, output_options
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.display import waiting
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import QueueReport
-    from orc.launchers.errors import LaunchError
 
 
 @click.command("queue")
@@ -26,10 +29,6 @@ def command(cluster: str | None, form: str | None) -> int:
 
     Exit status 1 when a cluster did not answer; the others are shown.
     """
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.cli.ui.display import waiting
 
     client = open_client()
     names, errors = ([cluster], {}) if cluster is not None else client.queueing_clusters()
@@ -60,7 +59,6 @@ def _to_list(reports: Mapping[str, QueueReport], errors: Mapping[str, LaunchErro
 
 def _text(name: str, report: QueueReport, titled: bool) -> str:
     from orc.launchers.ids import AttemptId
-    from orc.orchestrator.cli.ui import output
 
     partitions = [
         (
@@ -92,7 +90,6 @@ def _text(name: str, report: QueueReport, titled: bool) -> str:
 
 
 def _start(at: float | None) -> str:
-    from orc.orchestrator.cli.ui import output
 
     if at is None:
         return "unknown"

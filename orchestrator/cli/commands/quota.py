@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.output import echo, echo_result
 
 if TYPE_CHECKING:
     from orc.orchestrator.workspace import Workspace
@@ -33,16 +35,12 @@ def command() -> None:
 @json_option
 def set_command(user: str | None, project: str | None, resource: str, amount: float, as_json: bool) -> None:
     """Allow AMOUNT of RESOURCE: gpus or jobs at one time, or cost in 30 days. Further jobs wait; the others stay."""
-    from orc.orchestrator.cli.ui import output
     from orc.orchestrator.ledger import usage
 
     quota = usage.Quota(*_named(user, project), resource, amount)
     with _workspace().ledger.transaction() as tx:
         usage.put_quota(tx.connection, quota)
-    if as_json:
-        output.echo_json(quota._asdict())
-    else:
-        echo(f"{quota.scope} {quota.name}: {amount:g} {resource}")
+    echo_result(as_json, quota._asdict(), f"{quota.scope} {quota.name}: {amount:g} {resource}")
 
 
 @command.command("remove")
@@ -51,8 +49,6 @@ def set_command(user: str | None, project: str | None, resource: str, amount: fl
 @json_option
 def remove_command(user: str | None, project: str | None, resource: str, as_json: bool) -> None:
     """Let a user or project have as much of RESOURCE as there is."""
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.ui import output
     from orc.orchestrator.ledger import usage
 
     scope, name = _named(user, project)
@@ -60,17 +56,15 @@ def remove_command(user: str | None, project: str | None, resource: str, as_json
         there = usage.remove_quota(tx.connection, scope, name, resource)
     if not there:
         raise LaunchError(f"the {scope} {name} has no quota of {resource}", hint="`orc quota list` shows the quotas")
-    if as_json:
-        output.echo_json({"scope": scope, "name": name, "resource": resource})
-    else:
-        echo(f"{scope} {name}: any number of {resource}")
+    echo_result(
+        as_json, {"scope": scope, "name": name, "resource": resource}, f"{scope} {name}: any number of {resource}"
+    )
 
 
 @command.command("list")
 @json_option
 def list_command(as_json: bool) -> None:
     """List the quotas, and what is in flight of them."""
-    from orc.orchestrator.cli.ui import output
     from orc.orchestrator.engine.limits import use_of_quotas
 
     found = use_of_quotas(_workspace())

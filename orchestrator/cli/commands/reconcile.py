@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.ui.output import echo, echo_json_line
 
 if TYPE_CHECKING:
     from orc.orchestrator.ledger.store import Ledger
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 @json_option
 def command(as_json: bool) -> None:
     """Run passes until every job has ended; ends at once where another process does that."""
-    from orc.orchestrator.cli.ui.output import echo, echo_json_line
     from orc.orchestrator.client import Client
     from orc.orchestrator.engine import detached
     from orc.orchestrator.notifications.deliverer import Deliverer, drain

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui.display import READING, waiting
+from orc.orchestrator.cli.ui.output import echo, echo_json
+from orc.orchestrator.cli.ui.reporting import warn
 
 if TYPE_CHECKING:
     from orc.launchers.findings import Finding
@@ -83,8 +86,6 @@ def write(plan: Plan, document: Mapping[str, Any], folder: Path) -> list[Path]:
     import shutil
     import tempfile
 
-    from orc.launchers.errors import LaunchError
-
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise LaunchError(
             "something is in the way of the rendered plan", where=str(folder), hint="choose a new --output DIR"
@@ -123,14 +124,10 @@ def _umask() -> int:
 def show(loaded: LoadedJob, form: str, output: Path | None) -> None:
     """Print the plan of a job as *form*: text, json, or dir, which writes it to *output* and prints the paths."""
     from orc.orchestrator.cli.ui.command_lines import command_lines
-    from orc.orchestrator.cli.ui.display import READING, waiting
-    from orc.orchestrator.cli.ui.output import echo_json
 
     with waiting(READING):
         plan, findings = plan_of(loaded)
     for finding in findings:
-        from orc.orchestrator.cli.ui.reporting import warn
-
         warn(finding)
     workdir = os.path.normpath(loaded.workdir)
     document = plan.to_dict() | {
@@ -151,7 +148,6 @@ def show(loaded: LoadedJob, form: str, output: Path | None) -> None:
 
 def show_any(loaded: LoadedJob | LoadedGroup, form: str, output: Path | None, member: str | None = None) -> None:
     """Print the plan of a job as `show`; of a group, what its members are, or the plan of *member*."""
-    from orc.launchers.errors import SpecError
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.cli.group_commands import chosen_member, preview
 

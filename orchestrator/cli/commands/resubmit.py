@@ -6,6 +6,7 @@ import click
 
 from orc.orchestrator.cli.commands.submit import follow_options, reconciler_option, run
 from orc.orchestrator.cli.options import job_argument, json_option, set_option
+from orc.orchestrator.cli.session import open_client
 
 
 @click.command("resubmit")
@@ -28,7 +29,6 @@ def command(
 
     Of a sweep, an array or a pipeline, the jobs that have ended without success are submitted once more.
     """
-    from orc.orchestrator.cli.session import open_client
 
     client = open_client(reconciler=reconciler)
     if "-" in job and client.jobs(group=job, limit=1):

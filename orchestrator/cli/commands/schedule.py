@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import check_job, open_client
+from orc.orchestrator.cli.ui.display import submission_progress
+from orc.orchestrator.cli.ui.output import echo, echo_json, echo_result, table
 
 if TYPE_CHECKING:
     from orc.orchestrator.views import ScheduleView
@@ -53,8 +55,6 @@ def create(
 
     Its snapshot is taken now: what is changed later needs another schedule.
     """
-    from orc.orchestrator.cli.session import check_job, open_client
-    from orc.orchestrator.cli.ui.display import submission_progress
     from orc.orchestrator.engine.cron import check
 
     check(cron, timezone)
@@ -70,8 +70,6 @@ def create(
 @json_option
 def list_(as_json: bool) -> None:
     """List the schedules: when each is due next, and its last job."""
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui.output import echo_json, table
 
     found = open_client().schedules()
     if as_json:
@@ -102,21 +100,15 @@ def resume(schedule: str, as_json: bool) -> None:
 @json_option
 def delete(schedule: str, as_json: bool) -> None:
     """Forget a schedule; its jobs stay, and those that run go on."""
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.engine.schedules import chosen
 
     client = open_client()
     found = chosen(client.schedules(), schedule).id
     client.delete_schedule(found)
-    if as_json:
-        echo_json({"deleted": found})
-    else:
-        echo(f"deleted {found}")
+    echo_result(as_json, {"deleted": found}, f"deleted {found}")
 
 
 def _change(schedule: str, *, enabled: bool, as_json: bool) -> None:
-    from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.engine.schedules import chosen
 
     client = open_client()
@@ -124,7 +116,6 @@ def _change(schedule: str, *, enabled: bool, as_json: bool) -> None:
 
 
 def _report(view: ScheduleView, *, as_json: bool) -> None:
-    from orc.orchestrator.cli.ui.output import echo_json
 
     if as_json:
         echo_json(view.to_dict())

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.ui.output import echo_json
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -23,7 +25,6 @@ def command(kind: str, as_json: bool) -> None:
     # yaml-language-server: $schema=job.schema.json
     """
     from orc.launchers.spec.json_schema import clusters_schema, job_schema
-    from orc.orchestrator.cli.ui.output import echo_json
 
     del as_json  # it is JSON anyway
     echo_json(job_schema() if kind == "job" else clusters_schema(_options_models()))
@@ -32,7 +33,6 @@ def command(kind: str, as_json: bool) -> None:
 def _options_models() -> dict[str, type[BaseModel]]:
     """Return the models of the options of clusters, of all kinds that have one, those of other packages included."""
     from orc.launchers.backends import backend_class
-    from orc.launchers.errors import LaunchError
     from orc.launchers.plugins import BACKENDS
 
     found = {}

@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.ui.output import echo, echo_json_line
 
 
 @click.command("serve")
@@ -38,9 +40,6 @@ def command(
     from this machine alone unless told otherwise, and every request needs a token (`orc token create`).
     """
     import logging
-
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.ui.output import echo, echo_json_line
 
     try:
         from orc.orchestrator.service.server import serve

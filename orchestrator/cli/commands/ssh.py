@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from orc.orchestrator.cli.options import job_argument
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui.display import waiting
 
 
 @click.command("ssh")
@@ -20,8 +22,6 @@ def command(job: str, node: int | None, rank: int | None) -> None:
         raise click.UsageError("give one of --node and --rank", click.get_current_context())
     from orc.launchers.hosts.sessions import on_node
     from orc.orchestrator.cli.commands.exec import become, pick
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui.display import waiting
 
     client = open_client()
     with waiting(f"looking for the nodes of {job}"):

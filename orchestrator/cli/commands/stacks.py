@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import job_argument, json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import jobtext, output
+from orc.orchestrator.cli.ui.display import waiting
+from orc.orchestrator.cli.ui.output import echo, style
 
 if TYPE_CHECKING:
     from orc.orchestrator.insight.sessions import Group
@@ -23,10 +27,6 @@ def command(job: str, timeout: float, as_json: bool) -> int:
     Nothing is stopped. Python's own faulthandler answers; where a rank hangs outside Python, py-spy does if the node
     has it. Exit status 1 when some node gave no answer.
     """
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import jobtext, output
-    from orc.orchestrator.cli.ui.display import waiting
     from orc.orchestrator.insight import sessions
 
     client = open_client()
@@ -54,7 +54,6 @@ def command(job: str, timeout: float, as_json: bool) -> int:
 
 def text(group: Group) -> str:
     """Return a group as text: its ranks, then the frames, outermost first as in a traceback."""
-    from orc.orchestrator.cli.ui.output import style
     from orc.orchestrator.insight.sessions import ranges
 
     head = f"rank {group.ranks[0]}" if len(group.ranks) == 1 else f"ranks {ranges(group.ranks)} ({len(group.ranks)})"

@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import LIVE_STATES, job_ids, optional_jobs_argument, output_options
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.session import refresh as ask_clusters
+from orc.orchestrator.cli.ui import jobtext, output
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -25,9 +29,6 @@ def unended(client: JobsClient) -> list[str]:
 @output_options("json", "yaml", "wide", "name")
 def command(jobs: tuple[str, ...], refresh: bool, form: str | None) -> None:
     """Show attempts, hosts, ranks and the first failure of JOBs; without one, of all that have not ended."""
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.session import refresh as ask_clusters
-    from orc.orchestrator.cli.ui import jobtext, output
 
     client = open_client()
     ids = job_ids(client, jobs) or unended(client)
@@ -47,7 +48,6 @@ def command(jobs: tuple[str, ...], refresh: bool, form: str | None) -> None:
 
 def checkpoint_dir(client: JobsClient, view: JobView) -> str | None:
     """Return the place of the job's checkpoints; `None` when its cluster is not configured any more."""
-    from orc.launchers.errors import LaunchError
     from orc.orchestrator.client import Client
 
     if not isinstance(client, Client):

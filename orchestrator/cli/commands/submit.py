@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.cli.exit_codes import of_states
 from orc.orchestrator.cli.options import cluster_option, job_file_here, json_option, set_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import check_jobs, open_client
+from orc.orchestrator.cli.ui import jobtext
+from orc.orchestrator.cli.ui.display import display, submission_progress
+from orc.orchestrator.cli.ui.output import echo, echo_json
 
 if TYPE_CHECKING:
     from orc.orchestrator.cli.ui.tail import Selection
@@ -155,7 +160,6 @@ def command(
     With --follow the exit status says how the job ended: 0 success, 1 failure, 3 cancelled.
     """
     from orc.launchers.spec.groups import LoadedGroup
-    from orc.orchestrator.cli.session import check_jobs, open_client
 
     context = click.get_current_context()
     is_script = job_file.endswith(".py")
@@ -241,7 +245,6 @@ def _job_file(script: str, overrides: Sequence[str], cluster: str | None, save: 
 
 def _save(text: str, file: Path) -> None:
     """Write a job file, unless it is there: the same command with ``--dry-run`` has written it before."""
-    from orc.launchers.errors import LaunchError
 
     try:
         if file.is_file() and file.read_bytes() == text.encode():
@@ -266,9 +269,6 @@ def run(
     yes: bool = False,
 ) -> int:
     """Submit, print the result, follow with *--follow*; return the exit status. *yes* agrees to a large snapshot."""
-    from orc.orchestrator.cli.exit_codes import of_states
-    from orc.orchestrator.cli.ui.display import submission_progress
-    from orc.orchestrator.cli.ui.output import echo_json
 
     if (ranks or all_ranks or bell) and not following:
         raise click.UsageError("--rank, --all-ranks and --bell need --follow", click.get_current_context())
@@ -280,7 +280,6 @@ def run(
         selection = Selection() if all_ranks else Selection(ranks or (0,), asked=bool(ranks))
         view = _follow(client, view, selection, as_json)
         if bell:
-            from orc.orchestrator.cli.ui import jobtext
             from orc.orchestrator.cli.ui.bell import ring
 
             ring("orc", [jobtext.headline(view)])
@@ -299,7 +298,6 @@ def run(
 
 def _follow(client: JobsClient, view: JobView, selection: Selection, as_json: bool) -> JobView:
     """Return the job's output on stdout, with --json on stderr; Ctrl-C leaves the job alone."""
-    from orc.orchestrator.cli.ui.display import display
     from orc.orchestrator.cli.ui.follow import conclusion, follow
     from orc.orchestrator.cli.ui.tail import Cursor, PlainSink, PrefixSink
 

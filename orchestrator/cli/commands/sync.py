@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.errors import BundleError
 from orc.orchestrator.cli.options import cluster_option, json_option, set_option
+from orc.orchestrator.cli.session import open_ledger
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.display import READING, waiting
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -45,9 +49,6 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
     Submitting does this by itself. Exit status 1 when a host could not be served; the others are.
     """
     from orc.launchers.transfer import sync
-    from orc.orchestrator.cli.session import open_ledger
-    from orc.orchestrator.cli.ui import output
-    from orc.orchestrator.cli.ui.display import READING, waiting
     from orc.orchestrator.engine.validation import load_checked
 
     if job_file is None and cluster is None:
@@ -110,7 +111,6 @@ def _named(snapshot: Snapshot) -> dict[str, Bundle]:
 
 def _compared(client: Client, loaded: LoadedJob | None, bundles: Mapping[str, Bundle]) -> list[Tree]:
     """Each tree against the one of the last job that was made from the same file."""
-    from orc.launchers.errors import BundleError
     from orc.launchers.transfer.delivery import compare
 
     job, digests = _last(client, loaded)
@@ -165,7 +165,6 @@ def _to_dict(
 
 
 def _table(bundles: Mapping[str, Bundle], reports: Mapping[str, SyncReport]) -> str:
-    from orc.orchestrator.cli.ui import output
 
     rows = []
     for report in reports.values():
@@ -180,7 +179,6 @@ def _names(bundles: Mapping[str, Bundle], digests: Sequence[str]) -> list[str]:
 
 
 def _explanation(trees: Sequence[Tree], reports: Mapping[str, SyncReport]) -> str:
-    from orc.orchestrator.cli.ui import output
 
     lines = []
     for tree in trees:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from orc.orchestrator.cli.options import job_argument, output_options
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.output import echo
 
 
@@ -14,8 +16,6 @@ from orc.orchestrator.cli.ui.output import echo
 @output_options("json", "yaml")
 def command(job: str, changes: tuple[str, ...], form: str | None) -> None:
     """Set tags of JOB, and with KEY- remove them; print those that it has then."""
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import output
 
     wanted: dict[str, str | None] = {}
     for text in changes:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.orchestrator.cli.exit_codes import of_states
 from orc.orchestrator.cli.options import EITHER_SPELLING, complete_clusters, json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui.display import display, submission_progress
+from orc.orchestrator.cli.ui.output import echo, echo_json, stdout_to_stderr
 
 if TYPE_CHECKING:
     from orc.orchestrator.views import JobView
@@ -55,7 +58,6 @@ def command(
 def _here(nproc: int | None, cpu: bool, as_json: bool) -> int:
     from orc.launchers.agent.gpus import gpu_count
     from orc.launchers.foreground.launch import LocalLaunch, launch
-    from orc.orchestrator.cli.ui.output import echo_json, stdout_to_stderr
     from orc.runtime.core.config import to_env
 
     gpus = 0 if cpu else gpu_count() or 0
@@ -85,11 +87,7 @@ def _here(nproc: int | None, cpu: bool, as_json: bool) -> int:
 
 def _on_cluster(cluster: str, nproc: int, nodes: int, gpus: int, cpu: bool, as_json: bool) -> int:
     from orc.launchers.spec import load_job
-    from orc.orchestrator.cli.exit_codes import of_states
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui.display import display, submission_progress
     from orc.orchestrator.cli.ui.follow import conclusion, follow
-    from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.cli.ui.tail import Cursor, PlainSink, Selection
 
     job = {

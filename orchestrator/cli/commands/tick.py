@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.session import open_ledger
+from orc.orchestrator.cli.ui import output
 
 
 @click.command("tick", hidden=True)
@@ -12,8 +14,6 @@ from orc.orchestrator.cli.options import json_option
 @json_option
 def command(job: str, as_json: bool) -> None:
     """Run one reconciler pass over a job, waiting first for the backoff of a retry that is due."""
-    from orc.orchestrator.cli.session import open_ledger
-    from orc.orchestrator.cli.ui import output
 
     client = open_ledger(reconciler=False)
     view = client.tick(client.resolve(job))

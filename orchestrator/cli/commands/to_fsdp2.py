@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 import yaml
 
+from orc.launchers.errors import LaunchError
 from orc.launchers.spec import source
 from orc.orchestrator.cli.options import EITHER_SPELLING, json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui.output import echo, echo_json
 from orc.runtime.core import fsdp_settings as settings
 
 # Where the settings lie: in a job file, or in a configuration file of Accelerate.
@@ -103,8 +104,6 @@ def command(
 
     The result is printed unless --output-file or --overwrite is given.
     """
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.ui.output import echo_json
 
     file = config or config_file
     if file is None or (config and config_file):

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.orchestrator.cli.options import json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.output import echo, echo_result
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +57,6 @@ def command() -> None:
 def create_command(user: str, role: str, expires: float | None, note: str, as_json: bool) -> None:
     """Create a token and print it, this once."""
     from orc.orchestrator.api.tokens import create_token
-    from orc.orchestrator.cli.ui import output
 
     client = _client()
     made = create_token(client.session, user, role, expires, note).to_dict()
@@ -73,7 +74,6 @@ def create_command(user: str, role: str, expires: float | None, note: str, as_js
 def list_command(as_json: bool) -> None:
     """List the tokens, without their secrets."""
     from orc.orchestrator.api.tokens import list_tokens
-    from orc.orchestrator.cli.ui import output
 
     found = list_tokens(_client().session).to_dict()["tokens"]
     if as_json:
@@ -104,17 +104,15 @@ def list_command(as_json: bool) -> None:
 def revoke_command(token_ids: tuple[str, ...], as_json: bool) -> None:
     """Revoke tokens by their ids, from now on."""
     from orc.orchestrator.api.tokens import revoke_token
-    from orc.orchestrator.cli.ui import output
 
     client = _client()
     revoked: list[Mapping[str, Any]] = []
     for token_id in token_ids:
         revoked.append(vars(revoke_token(client.session, token_id)))
         _note(client, "revoke_token", token_id)
-    if as_json:
-        output.echo_json({"tokens": revoked})
-    else:
-        echo("\n".join(f"{record['id']} of {record['user']} is revoked" for record in revoked))
+    echo_result(
+        as_json, {"tokens": revoked}, "\n".join(f"{record['id']} of {record['user']} is revoked" for record in revoked)
+    )
 
 
 def _state(token: Mapping[str, Any]) -> str:
@@ -127,7 +125,6 @@ def _state(token: Mapping[str, Any]) -> str:
 
 def _client() -> JobsClient:
     """Return the client of the service that commands go to, else of the ledger, which has to be writable."""
-    from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.client import Client
     from orc.orchestrator.ledger.errors import LedgerError
 

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.display import waiting
+from orc.orchestrator.cli.ui.output import echo, size
 
 if TYPE_CHECKING:
     from orc.orchestrator.clients.surface import JobsClient
@@ -44,8 +48,6 @@ def command(jobs: tuple[str, ...], interval: float, once: bool, as_json: bool) -
     """
     import sys
 
-    from orc.launchers.errors import LaunchError
-    from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.insight.sessions import Sampling
 
     client = open_client()
@@ -61,7 +63,6 @@ def command(jobs: tuple[str, ...], interval: float, once: bool, as_json: bool) -
 
 def running(client: JobsClient) -> list[str]:
     """Ids of the jobs that run now."""
-    from orc.orchestrator.cli.ui.display import waiting
 
     states = ("SUBMITTING", "PENDING", "RUNNING")
     with waiting("asking the clusters which jobs run"):
@@ -71,7 +72,6 @@ def running(client: JobsClient) -> list[str]:
 
 def _plain(sampling: Any, once: bool, as_json: bool, interval: float) -> int:
     """Lines of JSON, or a table per round; with *once* the last of each node."""
-    from orc.orchestrator.cli.ui import output
 
     newest: dict[tuple[str, int], Sample] = {}
     while not sampling.ended:
@@ -127,7 +127,6 @@ def ordered(newest: Mapping[tuple[str, int], Sample]) -> Sequence[Sample]:
 
 def row(sample: Sample) -> tuple[str, ...]:
     """Return a node as texts, in the order of `HEADER`. Pure."""
-    from orc.orchestrator.cli.ui.output import size
 
     data = sample.data
     if sample.error:
@@ -155,7 +154,6 @@ def _device_memory(ranks: Sequence[Mapping[str, Any]]) -> str:
     """``51.2 GB of 60.0 GB, peak 71.3 GB``: taken by tensors, held by the allocator, and the most that was taken, of
     the rank that has taken most.
     """
-    from orc.orchestrator.cli.ui.output import size
 
     told = [rank for rank in ranks if "memory_peak" in rank]
     if not told:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.errors import BackendError, LaunchError, SpecError
 from orc.orchestrator.cli.commands.hosts import run_and_report
 from orc.orchestrator.cli.options import EITHER_SPELLING, SECONDS, complete_clusters, json_option
+from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -116,7 +118,6 @@ def _local_build() -> tuple[str, bytes]:
 
 def _copy(transports: Mapping[str, Transport], name: str, content: bytes) -> None:
     """Write the wheel *name* on all workers. Raises the `LaunchError` of the first that cannot have it."""
-    from orc.launchers.errors import LaunchError
     from orc.launchers.remote.ssh.fanout import each
 
     def write(transport: Transport) -> None:
@@ -129,7 +130,6 @@ def _copy(transports: Mapping[str, Transport], name: str, content: bytes) -> Non
 
 def _transports(backend: Backend, only: tuple[int, ...]) -> Mapping[str, Transport]:
     """Return the transports of all workers, or of those numbered in *only*. Raises `BackendError`."""
-    from orc.launchers.errors import BackendError
 
     found = {name: transport for name, (transport, _) in backend.stores().roots.items()}
     names = list(found)
@@ -150,7 +150,6 @@ def _cluster(name: str | None, zone: str | None, *, needed: bool) -> Cluster | N
 
     `None` where none is written down and none is *needed*.
     """
-    from orc.launchers.errors import SpecError
     from orc.launchers.spec.clusters import get_cluster, load_clusters
 
     if name is not None:
@@ -181,14 +180,11 @@ def _config(file: str) -> Mapping[str, Any]:
 def _commands_of(file: Path) -> list[str]:
     text = _read(file)
     if not text.strip():
-        from orc.launchers.errors import SpecError
-
         raise SpecError("the file holds no commands", where=str(file))
     return [text.rstrip("\n")]  # as it is: a command may go over several lines
 
 
 def _read(file: Path) -> str:
-    from orc.launchers.errors import SpecError
 
     try:
         return file.expanduser().read_text(encoding="utf-8")
@@ -222,7 +218,6 @@ def _install(python: str, version: str, wheel: str) -> str:
 def _print_plan(
     cluster: Cluster | None, zone: str | None, name: str, workers: tuple[int, ...], script: Script, as_json: bool
 ) -> None:
-    from orc.orchestrator.cli.ui import output
 
     found = cluster.options.get("zones", []) if cluster else zone
     zones = [str(found)] if isinstance(found, str) else [str(one) for one in found or ()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from orc.orchestrator.cli.options import json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui.output import echo_result
 
 
 def version() -> str:
@@ -22,13 +22,12 @@ def command(as_json: bool) -> None:
     import importlib.metadata
     import platform
 
-    from orc.orchestrator.cli.ui.output import echo_json
-
     try:
         torch: str | None = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         torch = None
-    if as_json:
-        echo_json({"orc": version(), "python": platform.python_version(), "torch": torch})
-    else:
-        echo(f"orc {version()}  python {platform.python_version()}  torch {torch or 'not installed'}")
+    echo_result(
+        as_json,
+        {"orc": version(), "python": platform.python_version(), "torch": torch},
+        f"orc {version()}  python {platform.python_version()}  torch {torch or 'not installed'}",
+    )

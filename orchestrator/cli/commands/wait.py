@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orc.orchestrator.cli.exit_codes import ExitCode, of_states
 from orc.orchestrator.cli.options import SECONDS, job_ids, optional_jobs_argument, output_options
+from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.ui import jobtext, output
+from orc.orchestrator.cli.ui.display import display
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
@@ -23,10 +27,6 @@ def command(jobs: tuple[str, ...], timeout: float | None, bell: bool, form: str 
 
     Exit status: 0 all succeeded, 1 one failed, 3 one was cancelled, 6 timed out.
     """
-    from orc.orchestrator.cli.exit_codes import ExitCode, of_states
-    from orc.orchestrator.cli.session import open_client
-    from orc.orchestrator.cli.ui import jobtext, output
-    from orc.orchestrator.cli.ui.display import display
 
     client = open_client()
     ids = job_ids(client, jobs or ("@last",))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from orc.orchestrator.cli.options import json_option
-from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.session import open_service
+from orc.orchestrator.cli.ui.output import echo_result
 
 
 @click.command("whoami")
@@ -14,8 +15,6 @@ def command(as_json: bool) -> None:
     """Say where commands go, to a service or the ledger of this machine, and as whom."""
     import getpass
 
-    from orc.orchestrator.cli.session import open_service
-    from orc.orchestrator.cli.ui.output import echo_json
     from orc.orchestrator.clients import logins
 
     login = logins.configured()
@@ -27,7 +26,4 @@ def command(as_json: bool) -> None:
             me = client.me()
         told = {"service": login.url, "user": me["user"], "role": me["role"]}
         text = f"{me['user']} ({me['role']}) at {login.url}"
-    if as_json:
-        echo_json(told)
-    else:
-        echo(text)
+    echo_result(as_json, told, text)

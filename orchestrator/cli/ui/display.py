@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.orchestrator.cli.ui.output import clock, duration, echo, rendered
+from orc.launchers.errors import SpecError
+from orc.orchestrator.cli.ui import questions
+from orc.orchestrator.cli.ui.output import clock, duration, echo, rendered, size
+from orc.orchestrator.cli.ui.reporting import block, warn
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -173,7 +176,6 @@ READING = "reading the files of the job"
 
 def describe(event: str, values: Mapping[str, Any]) -> tuple[str, str]:
     """Return a step of a submission (`Client.submit`'s *on_progress*) and how far it is, as text."""
-    from orc.orchestrator.cli.ui.output import size
 
     step = _STEPS.get(event, READING)
     if "done" in values and values.get("bytes"):
@@ -188,7 +190,6 @@ def describe(event: str, values: Mapping[str, Any]) -> tuple[str, str]:
 def submission_progress(*, silent: bool, yes: bool) -> Iterator[Callable[[str, Mapping[str, Any]], None]]:
     """Show a submission on stderr; yields its `on_progress`. *yes* agrees to a large snapshot."""
     from orc.launchers.findings import Finding
-    from orc.orchestrator.cli.ui.reporting import warn
 
     with display(silent=silent, quiet_s=QUIET_S) as shown:
         shown.show(READING)
@@ -210,10 +211,6 @@ def submission_progress(*, silent: bool, yes: bool) -> Iterator[Callable[[str, M
 
 def _agree_to_size(values: Mapping[str, Any]) -> None:
     """Confirm that a large snapshot is meant. Raises `SpecError` where there is no terminal, and as `ask`."""
-    from orc.launchers.errors import SpecError
-    from orc.orchestrator.cli.ui import questions
-    from orc.orchestrator.cli.ui.output import size
-    from orc.orchestrator.cli.ui.reporting import block
 
     folders = ", ".join(f"{folder} ({size(count)})" for folder, count in values["folders"])
     what = f"the snapshot would hold {size(values['bytes'])} in {values['files']} files"

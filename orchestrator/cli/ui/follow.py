@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from orc.launchers.errors import BackendUnreachable
 from orc.orchestrator.cli.ui import jobtext, reporting
 
 if TYPE_CHECKING:
@@ -76,7 +77,6 @@ def follow(
 
 
 def _copy(client: JobsClient, job_id: str, cursor: Cursor, attempt: int, selection: Selection, *, final: bool) -> bool:
-    from orc.launchers.errors import BackendUnreachable
 
     try:
         selectors = selection.of(client.log_selectors(job_id, attempt=attempt), final=final)

@@ -88,6 +88,14 @@ def echo_json(value: Any) -> None:
     click.echo(escape_controls_in_json(json.dumps(with_iso_times(value), indent=2, ensure_ascii=False, default=str)))
 
 
+def echo_result(as_json: bool, document: Any, text: str) -> None:
+    """Print the result of a command: the *document* where *as_json* is true, else the *text*."""
+    if as_json:
+        echo_json(document)
+    else:
+        echo(text)
+
+
 def document(value: Any, form: str | None) -> bool:
     """Print *value* where *form* is json or yaml; return False where it is another one."""
     if form == "json":

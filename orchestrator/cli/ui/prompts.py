@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.ui.output import echo
-
-if TYPE_CHECKING:
-    from orc.launchers.errors import LaunchError
 
 _YES, _NO = ("yes", "y", "true", "1"), ("no", "n", "false", "0")
 
@@ -71,6 +69,5 @@ class Prompts:
 
 
 def _ended(question: str) -> LaunchError:
-    from orc.launchers.errors import LaunchError
 
     return LaunchError(f"the answers end before the question: {question.strip()}")

@@ -17,11 +17,11 @@ from orc.launchers.spec.groups import load_jobs
 from orc.orchestrator.client import Client
 from orc.orchestrator.clients import cancelling, groups
 from orc.orchestrator.engine import progress, snapshots
-from orc.orchestrator.engine.claims import Owner
 from orc.orchestrator.engine.groups import submit_group
 from orc.orchestrator.engine.submission import Submission, enqueue, new_submission
 from orc.orchestrator.ledger.groups import GroupRecord
 from orc.orchestrator.ledger.groups import create as create_group
+from orc.orchestrator.ledger.leases import new_owner
 from orc.orchestrator.views import JobView
 
 
@@ -175,7 +175,7 @@ def test_while_something_of_its_group_is_under_way_no_second_array_is_sent(clien
 def test_a_member_that_another_process_has_keeps_the_others_from_being_an_array(client, backend, job_file):
     ids = enqueued(client, backend, job_file())
     ledger = client.workspace.ledger
-    assert ledger.claim([ledger.job(ids[0])], str(Owner.new()), 60.0)
+    assert ledger.claim([ids[0]], new_owner())
     client.refresh()
     assert (backend.arrays, backend.limit) == ([], None)
     assert [client.job(job_id).state for job_id in ids] == ["QUEUED", "PENDING", "PENDING"]

@@ -7,6 +7,7 @@ from orc.launchers.attempts.records import AttemptExit, RankFailure
 from orc.launchers.backends.base import Cause, Phase
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import writing
+from orc.orchestrator.ledger.leases import CLAIM_S
 
 NO_WAIT = {"max_attempts": 3, "on": ["crash", "node_failure", "preempted", "timeout"], "backoff": 0}
 A_MINUTE = {**NO_WAIT, "backoff": 60}
@@ -281,10 +282,10 @@ def test_a_claimed_job_is_left_to_its_owner_until_the_claim_expires(client, back
     client.refresh()
     clock.now += 60
     ledger = client.workspace.ledger
-    assert ledger.claim([ledger.job(view.id)], "another-boot/4026531836/1/1/abcd", 60.0)
+    assert ledger.claim([view.id], "another-boot/4026531836/1/1/abcd")
     client.refresh()
     assert len(backend.calls("submit")) == 1
-    clock.now += 61
+    clock.now += CLAIM_S + 1
     client.refresh()
     assert len(backend.calls("submit")) == 2
 

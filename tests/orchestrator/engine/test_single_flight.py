@@ -8,8 +8,8 @@ from fake_backend import FakeBackend
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import polling
-from orc.orchestrator.engine.claims import Owner
 from orc.orchestrator.ledger import polls
+from orc.orchestrator.ledger.leases import new_owner
 
 
 @pytest.fixture
@@ -101,9 +101,8 @@ def test_a_cluster_that_somebody_asks_at_this_moment_is_left_alone_and_cancellat
 
 def test_the_lease_of_a_process_of_this_machine_that_is_gone_is_not_waited_for(laptops, away, job_file):
     laptops[0].submit(job_file())
-    mine = Owner.new()
-    gone = Owner(mine.boot_id, mine.pid_namespace, 2**22 - 1, "1", "aaaa")
-    lease(laptops[1], str(gone))
+    boot_id, namespace, _ = new_owner().split("/", 2)
+    lease(laptops[1], f"{boot_id}/{namespace}/{2**22 - 1}/1/aaaa")
     look(laptops[0])
     assert away.calls("poll") == ["1"]
 

@@ -11,6 +11,7 @@ from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Placement
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger.leases import CLAIM_S
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, IllegalTransition, JobState, Kind, Position
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, NewJob, Reservation, dump
@@ -420,7 +421,7 @@ def test_what_cannot_last_is_refused_unless_it_need_not(tmp_path, clock):
     job = create(ledger)
     ledger.database.volatile = "its disk is full"
     assert ledger.volatile == "its disk is full"
-    for change in (ledger.transaction().__enter__, lambda: ledger.claim([job], "you", 60)):
+    for change in (ledger.transaction().__enter__, lambda: ledger.claim([A], "you")):
         with pytest.raises(LedgerError) as caught:
             change()
         assert caught.value.what == "the ledger can only be read now: its disk is full"
@@ -444,30 +445,26 @@ def test_a_database_that_knows_no_copies_is_never_one(clock):
 
 
 def test_a_claim_lasts_as_long_as_it_says_and_is_no_change(ledger, clock):
-    job = create(ledger)
-    clock.now += 10
-    assert ledger.claim([job], "you", 30.5) is True
-    claimed = ledger.job(A)
-    assert (claimed.claim_owner, claimed.claim_expires_at) == ("you", clock.now + 30.5)
-    assert (claimed.revision, claimed.updated_at) == (job.revision, job.updated_at)
-    assert ledger.claim([job], "they", 60) is False
-    assert ledger.job(A) == claimed
-
-
-def test_a_claim_that_was_prolonged_since_is_not_taken(ledger, clock):
-    job = create(ledger)
+    job = create(ledger)  # which is claimed for a minute
     create(ledger, B)
-    clock.now += 1
-    assert ledger.claim([job], "me", 60)
-    assert not ledger.claim([job], "they", 60), "the same owner, but later"
+    assert not ledger.claim([A], "you")
+    clock.now += 60
+    assert ledger.claim([A], "you") is True
+    claimed = ledger.job(A)
+    assert (claimed.claim_owner, claimed.claim_expires_at) == ("you", clock.now + CLAIM_S)
+    assert (claimed.revision, claimed.updated_at) == (job.revision, job.updated_at)
+    clock.now += CLAIM_S - 1
+    assert ledger.claim([A], "they") is False
+    assert ledger.job(A) == claimed
+    ledger.release([A], "they")
+    assert ledger.job(A) == claimed
     ledger.release([A], "you")
-    assert ledger.job(A).claim_owner == "me"
-    ledger.release([A], "me")
     free = ledger.job(A)
     assert (free.claim_owner, free.claim_expires_at) == (None, None)
-    assert ledger.claim([free], "they", 60)
-    assert not ledger.claim([free], "you", 60)
+    assert ledger.claim([A], "they")
+    assert not ledger.claim([B, A], "you"), "all or none"
     assert ledger.job(B).claim_owner == "me"
+    assert not ledger.claim(["unknown-1"], "me")
 
 
 # -- values

@@ -65,7 +65,7 @@ def test_jobs_that_ended_long_ago_go_with_all_that_belongs_to_them(ledger, clock
     with ledger.transaction() as tx:
         sealed_secrets.put(tx.connection, "old-1", "cipher", tx.now)
         dependencies.add(tx.connection, [Dependency("old-2", "old-1", "any"), Dependency("new", "old-2", "success")])
-        outbox.put(tx.connection, event_id=1, job_id="old-1", target="t", kind="end", payload={}, now=tx.now)
+        outbox.put(tx.connection, 1, "old-1", "t", "end", {}, tx.now)
         outbox.sent(tx.connection, outbox.listed(tx.connection, job_id="old-1", limit=1)[0].id)
         tx.record(tx.find("new"))  # and the newest event is not one of theirs
     put("live", 0, None)
@@ -106,7 +106,7 @@ def test_what_is_still_needed_stays(ledger, clock, put):
     put("newest", 90)
     with ledger.transaction() as tx:
         dependencies.add(tx.connection, [Dependency("live", "awaited", "success")])
-        outbox.put(tx.connection, event_id=1, job_id="untold", target="t", kind="end", payload={}, now=tx.now)
+        outbox.put(tx.connection, 1, "untold", "t", "end", {}, tx.now)
     assert prune(ledger, PruneRule(clock.now)) == PruneReport(1, 7, 1)
     assert left(ledger) == {"live", "awaited", "sweep-1", "sweep-2", "night-2", "untold", "newest"}
     with ledger.database.read() as connection:

@@ -90,21 +90,6 @@ def test_two_jobs_cannot_have_one_id_and_two_attempts_cannot_have_one_marker(led
     assert ledger.job("other-bbbbbb") is None
 
 
-def test_a_claim_is_given_once_and_taken_over_only_as_it_was_seen(ledger):
-    job = create(ledger)
-    assert (job.claim_owner, job.claim_expires_at) == ("me", job.created_at + 60)
-    assert ledger.claim([job], "you", 60)
-    assert not ledger.claim([job], "they", 60)
-    ledger.release([job.id], "they")
-    assert ledger.job(job.id).claim_owner == "you"
-    ledger.release([job.id], "you")
-    freed = ledger.job(job.id)
-    assert (freed.claim_owner, freed.claim_expires_at) == (None, None)
-    assert ledger.claim([freed], "they", 60)
-    assert not ledger.claim([freed], "you", 60)
-    assert ledger.job(job.id).revision == job.revision  # a claim is not a change of the job
-
-
 def test_active_jobs_are_those_that_have_not_ended(ledger, clock):
     for name in ("a-aaaaaa", "b-bbbbbb", "c-cccccc"):
         create(ledger, name)

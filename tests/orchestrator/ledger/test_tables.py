@@ -179,15 +179,15 @@ def test_the_audit_log_is_read_backwards_by_pages_and_never_changed(opened):
 
 
 def put(connection, event, target="hook", now=10.0):
-    return outbox.put(connection, event_id=event, job_id="j", target=target, kind="end", payload={"n": event}, now=now)
+    outbox.put(connection, event, "j", target, "end", {"n": event}, now)
 
 
 def test_a_notification_is_stored_once_taken_by_one_and_sent_again_until_it_is_dead(opened):
     with opened() as connection:
-        assert put(connection, 1)
-        assert not put(connection, 1)
-        assert put(connection, 1, "mail", 11.0)
-        assert put(connection, 2, now=12.0)
+        put(connection, 1)
+        put(connection, 1, now=5.0)
+        put(connection, 1, "mail", 11.0)
+        put(connection, 2, now=12.0)
         assert [(one.event_id, one.target) for one in outbox.due(connection, 11.0, 9)] == [(1, "hook"), (1, "mail")]
         (first,) = outbox.due(connection, 20.0, 1)
         assert (first.payload, first.tries, first.last_error) == ({"n": 1}, 0, "")
