@@ -82,17 +82,27 @@ def peak_mb() -> float:
 
 
 @contextlib.contextmanager
+def postgres() -> Iterator[PostgresServer | None]:
+    """A PostgreSQL of our own; `None` where it is not installed."""
+    with tempfile.TemporaryDirectory(prefix="orc-pg-", dir="/tmp") as path:
+        Path(path).chmod(0o711)  # its user can enter it
+        if (programs := _programs()) is None:
+            yield None
+            return
+        server = PostgresServer(programs, Path(tempfile.mkdtemp(dir=path)))
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@contextlib.contextmanager
 def ledgers() -> Iterator[dict[str, Callable[[], str]]]:
     """Makers of the URL of an empty ledger, by the name of its database; PostgreSQL where it is installed."""
-    with contextlib.ExitStack() as stack:
-        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orc-scale-")))
-        found: dict[str, Callable[[], str]] = {
-            "SQLite": lambda: f"sqlite:///{tempfile.mkdtemp(dir=root)}/ledger.db",
-        }
-        if (programs := _programs()) is not None:
-            server = PostgresServer(programs, Path(tempfile.mkdtemp(dir=stack.enter_context(_readable()))))
-            server.start()
-            stack.callback(server.stop)
+    with tempfile.TemporaryDirectory(prefix="orc-scale-") as root, postgres() as server:
+        found: dict[str, Callable[[], str]] = {"SQLite": lambda: f"sqlite:///{tempfile.mkdtemp(dir=root)}/ledger.db"}
+        if server is not None:
 
             def empty() -> str:
                 url = server.url(server.create())
@@ -101,14 +111,6 @@ def ledgers() -> Iterator[dict[str, Callable[[], str]]]:
 
             found["PostgreSQL"] = empty
         yield found
-
-
-@contextlib.contextmanager
-def _readable() -> Iterator[str]:
-    """A directory that the server's user can enter."""
-    with tempfile.TemporaryDirectory(prefix="orc-pg-", dir="/tmp") as path:
-        Path(path).chmod(0o711)
-        yield path
 
 
 @contextlib.contextmanager
@@ -434,4 +436,22 @@ def _submissions(database: str, served: Served, loaded: LoadedJob, users: Sequen
     )
 
 
-PARTS: dict[str, Callable[[bool], Iterable[Row]]] = {"live": live, "array": array, "submit": submit}
+def histories(full: bool) -> Iterable[Row]:
+    """Random histories against the model (scale_histories.py)."""
+    import scale_histories
+
+    with postgres() as server:
+        made: dict[str, Callable[[Path], Any]] = {"SQLite": scale_histories.lives.in_a_file}
+        if server is not None:
+            server.do("CREATE DATABASE empty")
+            upgrade(server.url("empty"), None)
+            made["PostgreSQL"] = lambda _: server.ledger("empty")
+        yield from scale_histories.histories(full, made)
+
+
+PARTS: dict[str, Callable[[bool], Iterable[Row]]] = {
+    "live": live,
+    "array": array,
+    "submit": submit,
+    "histories": histories,
+}
