@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend
     from orc.launchers.errors import LaunchError
     from orc.launchers.snapshot.content_store import ContentStore
+    from orc.launchers.snapshot.manifest import Bundle
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster, Limits
     from orc.orchestrator.ledger.records import AttemptRecord
@@ -70,6 +71,7 @@ class Workspace:
     head_starts: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
     candidates: dict[str, frozenset[str]] = field(default_factory=dict)  # hosts that a job could run on
     spent: tuple[float, Mapping[tuple[str, str], float]] | None = None  # by users and projects, with its age
+    runtime: Bundle | None = None  # of this process's own version, once a service has needed it
     _backends: dict[Access, Backend] = field(default_factory=dict)
 
     @cached_property

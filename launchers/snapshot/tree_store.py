@@ -47,11 +47,15 @@ class DamagedContent(BundleError):
     """The content differs from its manifest."""
 
 
+_KEPT = 4  # manifests that are not read again while their files stay as they are
+
+
 class TreeStore:
     """Snapshots below *root* (``<cluster root>/store``), which is made, private, when something is first stored."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(os.path.abspath(root))
+        self._loaded: dict[str, tuple[tuple[int, int, int], Bundle]] = {}  # with what its file was like
 
     def tree_path(self, digest: str) -> Path:
         """Return the directory of a snapshot, which exists when `has` is true. Raises `BundleError` for no digest."""
@@ -86,6 +90,10 @@ class TreeStore:
         """Return the manifest of a snapshot. Raises `BundleError` when it is not here or is damaged."""
         path = self.manifest_path(digest)
         try:
+            status = path.stat()
+            was = (status.st_ino, status.st_mtime_ns, status.st_size)
+            if digest in self._loaded and self._loaded[digest][0] == was:
+                return self._loaded[digest][1]
             bundle = Bundle.from_dict(json.loads(path.read_bytes()))
         except FileNotFoundError:
             raise BundleError(f"no snapshot {digest}", where=str(self.root), hint="Submit the job again.") from None
@@ -97,6 +105,9 @@ class TreeStore:
             ) from None
         if bundle.digest != digest:
             raise BundleError(f"the manifest is that of another snapshot, {bundle.digest}", where=str(path))
+        self._loaded[digest] = (was, bundle)
+        if len(self._loaded) > _KEPT:
+            self._loaded.pop(next(iter(self._loaded)))
         return bundle
 
     def remove(self, digest: str) -> None:

@@ -184,7 +184,9 @@ def add_up_costs(
     check_way(by)
     ws = session.workspace
     with ws.ledger.database.read() as connection:
-        used = read_usage(connection, job_ids=job or None, owner=owner, since=since, until=until)
+        used = read_usage(
+            connection, job_ids=job or None, owner=owner, since=since, until=until, tags=by.startswith("tag:")
+        )
         return Costs(**add_up(used, session.clusters(), by=by, now=ws.clock(), since=since, until=until))
 
 

@@ -329,14 +329,16 @@ class Submitter:
         from orc.launchers.snapshot.runtime_tree import runtime_bundle
         from orc.orchestrator.engine.snapshots import check_script
 
-        store, sent = self._ws.store, member.digests
+        ws, store, sent = self._ws, self._ws.store, member.digests
 
         def load() -> Snapshot:
             key = repr(sent)
             if key not in trees:
                 code = store.load(sent.code)
                 check_script(spec, code)
-                runtime = store.ingest(runtime_bundle(cache=store.scan_cache))
+                runtime = ws.runtime
+                if runtime is None or not store.use(runtime.digest):
+                    runtime = ws.runtime = store.ingest(runtime_bundle(cache=store.scan_cache))
                 trees[key] = Snapshot(code, runtime, store.load(sent.environment) if sent.environment else None)
             check_script(spec, trees[key].code)
             return trees[key]

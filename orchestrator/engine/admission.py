@@ -50,6 +50,12 @@ class Admission:
     together: Collection[str] = ()  # groups whose jobs go as one array: their cluster keeps the limit
     admitted: list[JobRecord] = field(default_factory=list)  # by this look: they take places, too
 
+    def go_on_with(self, jobs: Sequence[JobRecord]) -> None:
+        """Be asked about *jobs* next: they are further down the queue."""
+        self.jobs = jobs
+        for name in ("dependencies", "places"):
+            self.__dict__.pop(name, None)
+
     def hold(self, job: JobRecord) -> Hold | None:
         """Return the reason that *job* is not sent now; `None` when it may be."""
         for check in CHECKS:

@@ -20,6 +20,7 @@ from orc.orchestrator.engine.progress import Progress, silent
 from orc.orchestrator.engine.queueing import WaitingJob, placement_in_order, queue_key, taken_slots, waiting_reason
 from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.lifecycle import JobState
+from orc.orchestrator.ledger.transaction import Transaction
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend, Placement, Snapshot, SupportsPlacement
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     from orc.launchers.plan import Plan
     from orc.launchers.spec import JobSpec
     from orc.orchestrator.ledger.records import JobRecord
-    from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace
 
+_LOOKED_AT = 10  # jobs that are read at once of those that are before one in the queue: mostly the first decides
 Place = tuple[
     float, int, str, str
 ]  # what decides about a job's place in the queue: when it was made, its priority, its owner, its id
@@ -130,8 +131,8 @@ class PlacementPlanner:
         while True:
             if self.places:
                 self._excluded = tuple(excluded(self.ws.state_dir, self.spec.cluster))
-                with self.ws.ledger.transaction() as tx:
-                    placement: Placement | None = self._place(tx)
+                with self.ws.ledger.database.read() as connection:
+                    placement: Placement | None = self._place(Transaction(connection, self.ws.clock()))
             else:
                 placement = self._avoiding()
             plan = self.render(placement)
@@ -216,27 +217,27 @@ class PlacementPlanner:
             return queue_key(created_at, priority, job, head_start_s=starts.get(owner, 0.0))
 
         mine = key_of(*self._place_in_queue)
-        unplaced = [
-            (key_of(job.created_at, job.priority, job.owner, job.id), job, text)
-            for job, text in tx.unplaced(self.spec.cluster)
-        ]
-        look = admission.Admission(self.ws, tx, [job for _, job, _ in unplaced])
-        for place, other, text in sorted(unplaced, key=lambda each: each[0]):
-            if other.id == self.attempt.job or place >= mine:
-                continue
-            if other.next_attempt_at is not None and other.next_attempt_at > tx.now:
-                continue  # it waits for a time, not for room
-            if other.state is JobState.QUEUED and look.hold(other):
-                continue  # nor does this one
-            in_hand = other.claim_owner != self.ws.owner and not leases.is_free(
-                other.claim_owner, other.claim_expires_at, tx.now
-            )
-            try:
-                spec = JobSpec.model_validate(json.loads(text))
-            except ValueError:
-                continue  # of a version of orc that this one cannot read: its own dispatch says so
-            avoid = {*_to_avoid(spec, tx.failed_hosts(other.id), _coming(other)), *self._excluded}
-            yield WaitingJob(other.id, spec, avoid, in_hand)
+        waiting = (
+            (key_of(at, priority, owner, job), job) for job, at, priority, owner in tx.unplaced(self.spec.cluster)
+        )
+        ahead = [job for place, job in sorted(waiting) if place < mine and job != self.attempt.job]
+        look = admission.Admission(self.ws, tx, [])
+        for start in range(0, len(ahead), _LOOKED_AT):
+            jobs = tx.reload_all(ahead[start : start + _LOOKED_AT])
+            specs = tx.specs([job.id for job in jobs])
+            look.go_on_with(jobs)
+            for other in jobs:
+                if other.state is JobState.QUEUED and look.hold(other):
+                    continue  # it does not wait for room
+                in_hand = other.claim_owner != self.ws.owner and not leases.is_free(
+                    other.claim_owner, other.claim_expires_at, tx.now
+                )
+                try:
+                    spec = JobSpec.model_validate(json.loads(specs[other.id]))
+                except ValueError:
+                    continue  # of a version of orc that this one cannot read: its own dispatch says so
+                avoid = {*_to_avoid(spec, tx.failed_hosts(other.id), _coming(other)), *self._excluded}
+                yield WaitingJob(other.id, spec, avoid, in_hand)
 
     def _avoiding(self) -> Placement | None:
         """For a cluster that chooses the hosts itself: those that it should not choose."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,8 @@ from orc.orchestrator.ledger.lifecycle import TERMINAL_JOB
 if TYPE_CHECKING:
     from orc.orchestrator.ledger.store import Ledger
 
-BATCH = 500  # jobs of one transaction: others wait for it
+BATCH = 500  # jobs of one transaction at most, and
+EVENTS = 2000  # of them, unless a single job has more: others wait for it
 _ENDED = ", ".join(f"'{state}'" for state in sorted(TERMINAL_JOB))
 # In the order in which nothing refers to what is gone.
 _OF_JOBS = (
@@ -110,11 +112,23 @@ def _batches(ledger: Ledger, rule: PruneRule) -> Iterator[tuple[int, int]]:
     """Remove one batch after the other; yield the numbers of its jobs and events."""
     while True:
         with ledger.transaction() as tx:
-            ids = prunable(tx.connection, rule, BATCH)
+            found = prunable(tx.connection, rule, BATCH)
+            ids = _few_enough(tx.connection, found)
             events = _remove(tx.connection, ids, tx.now) if ids else 0
         yield len(ids), events
-        if len(ids) < BATCH:
+        if len(found) < BATCH and len(ids) == len(found):
             return
+
+
+def _few_enough(connection: Connection, ids: list[str]) -> list[str]:
+    """Return the first of *ids*, one at least, that have no more than `EVENTS` events together."""
+    names, parameters = _names(ids)
+    query = f"SELECT job_id, count(*) FROM events WHERE job_id IN ({names}) GROUP BY job_id"  # noqa: S608
+    counts = dict(connection.tuples(query, parameters)) if ids else {}
+    sums = itertools.accumulate(counts.get(job_id, 0) for job_id in ids)
+    return [
+        job_id for number, (job_id, so_far) in enumerate(zip(ids, sums, strict=True)) if not number or so_far <= EVENTS
+    ]
 
 
 def _remove(connection: Connection, ids: list[str], now: float) -> int:

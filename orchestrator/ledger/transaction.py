@@ -131,20 +131,22 @@ class Transaction:
         """Hosts that were to blame for node failures of the job, by attempt."""
         return read_failed_hosts(self.connection, job_id)
 
-    def unplaced(self, cluster: str) -> list[tuple[JobRecord, str]]:
-        """Return the jobs of *cluster* that have no hosts and want some, oldest first, with their specifications.
+    def unplaced(self, cluster: str) -> list[tuple[str, float, int, str]]:
+        """Return the jobs of *cluster* that have no hosts and want some now: id, age, priority and owner, in no order.
 
-        These are the JSON text: most callers look at the first few only.
+        That is little of each: most callers look at the first few only.
         """
-        jobs = read_jobs(
-            self.connection,
-            "j.cluster = :cluster AND j.cancel_requested_at IS NULL AND (j.state = 'QUEUED' OR (j.state = 'PREPARED' "
+        return self.connection.tuples(
+            "SELECT j.id, j.created_at, j.priority, j.owner FROM jobs j WHERE j.cluster = :cluster "
+            "AND j.cancel_requested_at IS NULL AND (j.next_attempt_at IS NULL OR j.next_attempt_at <= :now) "
+            "AND (j.state = 'QUEUED' OR (j.state = 'PREPARED' "
             "AND NOT EXISTS (SELECT 1 FROM reservations r WHERE r.job_id = j.id AND r.attempt = j.attempt)))",
-            {"cluster": cluster},
+            {"cluster": cluster, "now": self.now},
         )
-        query = "SELECT id, spec FROM jobs WHERE cluster = :cluster AND state IN ('QUEUED', 'PREPARED')"
-        specs = dict(self.connection.tuples(query, {"cluster": cluster})) if jobs else {}
-        return [(job, specs[job.id]) for job in sorted(jobs, key=lambda job: (job.created_at, job.id))]
+
+    def specs(self, job_ids: Sequence[str]) -> dict[str, str]:
+        """Return the specifications of jobs, as JSON texts."""
+        return dict(select_jobs(self.connection, "j.id, j.spec", job_ids))
 
     def _reserve(self, job: JobRecord, number: int, placement: Placement) -> None:
         held = {"cluster": job.cluster, "job_id": job.id, "attempt": number, "slots": placement.slots, "at": self.now}

@@ -61,8 +61,9 @@ def read_usage(
     owner: str | None = None,
     since: float | None = None,
     until: float | None = None,
+    tags: bool = False,
 ) -> Iterator[Usage]:
-    """Yield the attempts that ran between *since* and *until*, by job and number, page by page."""
+    """Yield the attempts that ran between *since* and *until*, by job and number, page by page; if asked, with tags."""
     where, fixed = ["a.started_at IS NOT NULL"], dict[str, Any]()
     for condition, name, value in (
         ("(a.ended_at IS NULL OR a.ended_at > :since)", "since", since),
@@ -81,17 +82,19 @@ def read_usage(
         rows = connection.tuples(
             "SELECT j.id, a.number, j.owner, j.project, j.cluster, a.hosts, a.started_at, a.ended_at, j.spec "  # noqa: S608
             f"FROM attempts a JOIN jobs j ON j.id = a.job_id WHERE {' AND '.join(where)} "
-            "AND (j.id > :job OR (j.id = :job AND a.number > :number)) ORDER BY j.id, a.number LIMIT :rows",
+            "AND (a.job_id, a.number) > (:job, :number) ORDER BY a.job_id, a.number LIMIT :rows",
             {**fixed, "job": after[0], "number": after[1], "rows": _ROWS},
         )
         if not rows:
             return
-        tags: dict[str, dict[str, str]] = {}
+        tagged: dict[str, dict[str, str]] = {}
         bounds = {"first": rows[0][0], "last": rows[-1][0]}
         query = "SELECT job_id, key, value FROM job_tags WHERE job_id >= :first AND job_id <= :last"
-        for job_id, key, value in connection.tuples(query, bounds):
-            tags.setdefault(job_id, {})[key] = value
+        for job_id, key, value in connection.tuples(query, bounds) if tags else ():
+            tagged.setdefault(job_id, {})[key] = value
         for job, number, who, project, cluster, hosts, started, ended, spec in rows:
             count = len(json.loads(hosts))
-            yield Usage(job, number, who, project, cluster, count, started, ended, json.loads(spec), tags.get(job, {}))
+            yield Usage(
+                job, number, who, project, cluster, count, started, ended, json.loads(spec), tagged.get(job, {})
+            )
         after = (rows[-1][0], rows[-1][1])

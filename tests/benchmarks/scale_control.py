@@ -40,6 +40,8 @@ from orc.launchers.spec.groups import LoadedGroup, load_jobs  # noqa: E402
 from orc.orchestrator.client import Client  # noqa: E402
 from orc.orchestrator.clients.service import ServiceClient  # noqa: E402
 from orc.orchestrator.ledger.lifecycle import Event, Kind  # noqa: E402
+from orc.orchestrator.ledger.prune import PruneRule, prune  # noqa: E402
+from orc.orchestrator.ledger.queries import JobFilter  # noqa: E402
 from orc.orchestrator.ledger.records import NewJob  # noqa: E402
 from orc.orchestrator.ledger.upgrade import upgrade  # noqa: E402
 
@@ -82,17 +84,27 @@ def peak_mb() -> float:
 
 
 @contextlib.contextmanager
+def postgres() -> Iterator[PostgresServer | None]:
+    """A PostgreSQL of our own; `None` where it is not installed."""
+    with tempfile.TemporaryDirectory(prefix="orc-pg-", dir="/tmp") as path:
+        Path(path).chmod(0o711)  # its user can enter it
+        if (programs := _programs()) is None:
+            yield None
+            return
+        server = PostgresServer(programs, Path(tempfile.mkdtemp(dir=path)))
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@contextlib.contextmanager
 def ledgers() -> Iterator[dict[str, Callable[[], str]]]:
     """Makers of the URL of an empty ledger, by the name of its database; PostgreSQL where it is installed."""
-    with contextlib.ExitStack() as stack:
-        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orc-scale-")))
-        found: dict[str, Callable[[], str]] = {
-            "SQLite": lambda: f"sqlite:///{tempfile.mkdtemp(dir=root)}/ledger.db",
-        }
-        if (programs := _programs()) is not None:
-            server = PostgresServer(programs, Path(tempfile.mkdtemp(dir=stack.enter_context(_readable()))))
-            server.start()
-            stack.callback(server.stop)
+    with tempfile.TemporaryDirectory(prefix="orc-scale-") as root, postgres() as server:
+        found: dict[str, Callable[[], str]] = {"SQLite": lambda: f"sqlite:///{tempfile.mkdtemp(dir=root)}/ledger.db"}
+        if server is not None:
 
             def empty() -> str:
                 url = server.url(server.create())
@@ -101,14 +113,6 @@ def ledgers() -> Iterator[dict[str, Callable[[], str]]]:
 
             found["PostgreSQL"] = empty
         yield found
-
-
-@contextlib.contextmanager
-def _readable() -> Iterator[str]:
-    """A directory that the server's user can enter."""
-    with tempfile.TemporaryDirectory(prefix="orc-pg-", dir="/tmp") as path:
-        Path(path).chmod(0o711)
-        yield path
 
 
 @contextlib.contextmanager
@@ -434,4 +438,137 @@ def _submissions(database: str, served: Served, loaded: LoadedJob, users: Sequen
     )
 
 
-PARTS: dict[str, Callable[[bool], Iterable[Row]]] = {"live": live, "array": array, "submit": submit}
+def histories(full: bool) -> Iterable[Row]:
+    """Random histories against the model (scale_histories.py)."""
+    import scale_histories
+
+    with postgres() as server:
+        made: dict[str, Callable[[Path], Any]] = {"SQLite": scale_histories.lives.in_a_file}
+        if server is not None:
+            server.do("CREATE DATABASE empty")
+            upgrade(server.url("empty"), None)
+            made["PostgreSQL"] = lambda _: server.ledger("empty")
+        yield from scale_histories.histories(full, made)
+
+
+# -- history
+
+BASE = 100  # jobs, which are multiplied
+PERIOD_S = 365 * 86400.0  # over which they have come
+
+
+def fill_history(client: Client, jobs: int, events: int) -> None:
+    """So many jobs that have ended over a year, by 20 users on 8 clusters, each with an attempt and so many events."""
+    names = list(dict.fromkeys(f"{kind}-{number}" for number, kind in enumerate(Clusters.KINDS)))
+    ledger, now = client.workspace.ledger, time.time()
+    ends = [(Kind.SUCCEEDED, Kind.JOB_SUCCEEDED), (Kind.FAILED, Kind.JOB_FAILED), (Kind.CANCELLED, Kind.JOB_CANCELLED)]
+    with ledger.transaction() as tx:
+        for number in range(BASE):
+            job = f"many-{number:06d}"
+            tags = {"team": f"team-{number % 5}", "run": job}
+            new = NewJob(job, f"name-{number % 10}", names[number % 8], "fake", "", SPEC, {}, tags,
+                         owner=f"user-{number % USERS}", project=f"project-{number % 4}")  # fmt: skip
+            made = create_prepared(tx, new, f"orc-{job}-a1", "p", "nobody", 0.0)
+            own, whole = ends[0 if number % 10 < 8 else number % 3]
+            polls = [Event(Kind.POLL_ERROR, None, {"reason": "no answer"})] * (events - 6)
+            begun = (Event(Kind.SUBMITTING, 1), Event(Kind.ACCEPTED, 1), Event(Kind.RUNNING, 1))
+            times = {"submitted_at": now, "started_at": now, "ended_at": now + 600}
+            tx.record(made, *begun, *polls, Event(own, 1), Event(whole), job_set={"ended_at": now + 600},
+                      attempt_set=times)  # fmt: skip
+    copies = jobs // BASE
+    ago = f"g.i * {PERIOD_S / copies!r}"
+    with ledger.database.write() as connection:
+        for table, key, changed in (
+            ("jobs", "id", {column: f"{column} - {ago}" for column in ("created_at", "updated_at", "ended_at")}),
+            ("attempts", "job_id", {"marker": "marker || '-' || g.i"}
+             | {column: f"{column} - {ago}" for column in ("prepared_at", "started_at", "ended_at")}),
+            ("job_tags", "job_id", {"value": "CASE key WHEN 'run' THEN value || '-' || g.i ELSE value END"}),
+            ("events", "job_id", {"at": f"at - {ago}"}),
+        ):  # fmt: skip
+            columns = [row[0] for row in connection.tuples(
+                "SELECT column_name FROM information_schema.columns WHERE table_name = :t", {"t": table}
+            ) if (table, row[0]) != ("events", "id")]  # fmt: skip
+            values = {key: f"{key} || '-' || g.i", **changed}
+            connection.execute(
+                f"INSERT INTO {table} ({', '.join(columns)}) SELECT {', '.join(values.get(c, c) for c in columns)} "
+                f"FROM {table}, generate_series(1, {copies - 1}) AS g(i)"
+            )
+    with ledger.database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as raw:  # type: ignore[attr-defined]
+        raw.exec_driver_sql("VACUUM ANALYZE")
+
+
+def history(full: bool) -> Iterable[Row]:
+    """Looks at a long history in PostgreSQL, and what pruning it does to those who submit meanwhile."""
+    sizes = ((10_000, 50), (100_000, 50), (1_000_000, 10)) if full else ((1_000, 50), (10_000, 50))
+    for jobs, events in sizes:
+        with ledgers() as urls:
+            if "PostgreSQL" not in urls:
+                print("PostgreSQL is not installed: not measured")
+                return
+            with opened(urls["PostgreSQL"](), lambda name: FakeBackend(Path("/nowhere"), name=name)) as client:
+                began = time.perf_counter()
+                fill_history(client, jobs, events)
+                print(
+                    f"{jobs:,} jobs, {jobs * events:,} events: filled in {time.perf_counter() - began:.0f} s",
+                    flush=True,
+                )
+                yield from _looks(client, jobs, jobs * events)
+                yield _pruning(client, jobs)
+
+
+def _looks(client: Client, jobs: int, events: int) -> Iterator[Row]:
+    ledger, now = client.workspace.ledger, time.time()
+    cursor = None
+    for _ in range(10):
+        cursor = ledger.page(JobFilter(owner="user-6"), cursor, 200).next or cursor
+    some = ledger.rows(1)[0][0]
+    looks: dict[str, Callable[[], object]] = {
+        "newest 50": lambda: ledger.page(JobFilter()),
+        "a later page of one owner": lambda: ledger.page(JobFilter(owner="user-6"), cursor),
+        "one cluster, two states": lambda: ledger.page(JobFilter(cluster="ssh-1", states=["FAILED", "CANCELLED"])),
+        "a tag of one job": lambda: ledger.page(JobFilter(tags={"run": "many-000007-9"})),
+        "a tag of a fifth of all": lambda: ledger.page(JobFilter(tags={"team": "team-3"})),
+        "a search that finds much": lambda: ledger.page(JobFilter(q="name-3")),
+        "a search that finds nothing": lambda: ledger.page(JobFilter(q="nowhere to be found")),
+        "a job with its history": lambda: (client.job(some), ledger.events(some)),
+        "the last 100 events": lambda: ledger.events_after(ledger.last_event_id() - 100, 100),
+        "live jobs": ledger.active,
+        "orc cost of a day": lambda: client.costs(by="user", since=now - 86400),
+        "orc cost of a week of one user": lambda: client.costs(by="day", since=now - 7 * 86400, owner="user-6"),
+        "orc cost of all": lambda: client.costs(by="user"),
+    }
+    for name, look in looks.items():
+        look()
+        times = []
+        for _ in range(1 if "all" in name else 5):
+            began = time.perf_counter()
+            look()
+            times.append(time.perf_counter() - began)
+        yield Row(f"{jobs:,} jobs, {events:,} events: {name}", "none", min(times), None, "s", None, 0.5, "ours")
+
+
+def _pruning(client: Client, jobs: int) -> Row:
+    """Prune a tenth of the jobs in steps; the longest that a submission could have had to wait is that of a step."""
+    ledger, steps = client.workspace.ledger, list[float]()
+    plain = ledger.transaction
+
+    @contextlib.contextmanager
+    def timed(**options: bool) -> Iterator[Any]:
+        began = time.perf_counter()
+        with plain(**options) as tx:
+            yield tx
+        steps.append(time.perf_counter() - began)
+
+    with mock.patch.object(ledger, "transaction", timed):
+        gone = prune(ledger, PruneRule(time.time() - PERIOD_S * 0.9)).jobs
+    print(f"{jobs:,} jobs: {gone} pruned in {len(steps)} steps, {sum(steps):.1f} s", flush=True)
+    return Row(f"{jobs:,} jobs: the longest step of pruning a tenth", "none", max(steps), None, "s", None, 0.5, "ours")
+
+
+PARTS: dict[str, Callable[[bool], Iterable[Row]]] = {
+    "live": live,
+    "array": array,
+    "submit": submit,
+    "history": history,
+    "histories": histories,
+}

@@ -158,13 +158,17 @@ class Machine:
             self.state_dir, backend_of=lambda _: self._backend_of(pause), clock=self.clock, sleep=self._sleep
         )
         ledger = client.workspace.ledger
-        ledger.database._raw.execute("PRAGMA synchronous = OFF")  # type: ignore[attr-defined]
+        if ledger.database.url.startswith("sqlite"):
+            ledger.database._raw.execute("PRAGMA synchronous = OFF")  # type: ignore[attr-defined]
         ledger.database = WatchedDatabase(ledger.database, self._written)
         self._prepare(client)
         self._all.append(client)
         return client
 
     def take_client(self, process: Process) -> Client:
+        # Who found the disk full, or not any more, has opened the ledger by itself.
+        fit = [one for one in self._idle if isinstance(one.workspace.ledger.database, WatchedDatabase)]
+        self._idle = [one for one in fit if not one.workspace.ledger.volatile]
         client = self._idle.pop() if self._idle else self.new_client()
         client.workspace.owner = process.owner
         client.workspace.state_dir = self.state_dir

@@ -13,6 +13,7 @@ from served_ledger import Served
 
 from orc.launchers.attempts.logs import LogSelector
 from orc.launchers.errors import LaunchError, RenderError, SpecError
+from orc.launchers.snapshot import runtime_tree
 from orc.launchers.spec import LoadedJob
 from orc.orchestrator.api.jobs import cancel_job, resubmit_job, submit_job
 from orc.orchestrator.api.submissions import Digests
@@ -50,6 +51,18 @@ def test_the_same_key_is_the_same_job_however_often_and_at_once(served: Served, 
         assert other.id not in (views[0].id, theirs.id)
         client.wait([views[0].id, other.id], timeout_s=120)
         assert client.ask(request).state == "SUCCEEDED"
+
+
+def test_a_service_reads_its_own_files_for_the_first_job_alone(
+    served: Served, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, bundle = [], runtime_tree.runtime_bundle
+    monkeypatch.setattr(runtime_tree, "runtime_bundle", lambda **named: reads.append(named) or bundle(**named))
+    with served.client() as client:
+        jobs = [client.submit(project()) for _ in range(3)]
+        assert len({job.digests["runtime"] for job in jobs}) == 1
+        client.wait([job.id for job in jobs], timeout_s=120)
+    assert len(reads) < 3
 
 
 def test_a_secret_reaches_its_job_and_nothing_else(

@@ -3,7 +3,8 @@ status that was not true.
 
 Submissions, passes and cancellations are processes on two machines with one ledger. They go on step by step, in any
 order; each may be killed between any two steps; the cluster loses messages, hides what it has, refuses, breaks,
-requeues and preempts; clocks jump; clusters.yaml changes. What must hold is checked after every commit of the ledger.
+requeues and preempts; clocks jump; disks fill; clusters.yaml changes. What must hold is checked after every commit of
+the ledger, which is a file or in PostgreSQL.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 from fake_backend import FakeBackend
@@ -48,7 +50,7 @@ from orc.orchestrator.engine.dependencies import is_met
 from orc.orchestrator.engine.groups import submit_group
 from orc.orchestrator.engine.snapshots import take
 from orc.orchestrator.engine.submission import Submission, submit
-from orc.orchestrator.ledger import dependencies
+from orc.orchestrator.ledger import dependencies, ledger_file
 from orc.orchestrator.ledger.groups import GroupRecord
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 
@@ -97,9 +99,18 @@ def _ingredients() -> tuple[JobSpec, Snapshot, ContentStore]:
     return loaded.spec, take(store, loaded, lambda *_: None, FakeBackend(directory / "cluster")), store
 
 
+Ledgers = Callable[[Path], contextlib.AbstractContextManager[str]]
+
+
+@contextlib.contextmanager
+def in_a_file(directory: Path) -> Iterator[str]:
+    yield f"sqlite:///{directory / 'ledger.db'}"
+
+
 class Lives(RuleBasedStateMachine):
     habits: ClassVar[Habits]
     counted: ClassVar[Counter[str]]
+    ledgers: ClassVar[Ledgers] = staticmethod(in_a_file)
     most_jobs = 3
 
     def __init__(self) -> None:
@@ -129,9 +140,13 @@ class Lives(RuleBasedStateMachine):
             name: Machine(name, root, clock, backend_of, prepare, self.check_what_is_new) for name in ("here", "there")
         }
         (root / "state").mkdir(mode=0o700)
-        self.context.enter_context(
-            simulated(self.machines, f"sqlite:///{root / 'state' / 'ledger.db'}", self.new_job_id)
-        )
+        url = self.context.enter_context(type(self).ledgers(root / "state"))
+        self.is_file = url.startswith("sqlite")
+        self.context.enter_context(simulated(self.machines, url, self.new_job_id))
+        self.disk_is_full = False
+        free = lambda _: 0 if self.disk_is_full else 1 << 40  # noqa: E731
+        self.context.enter_context(mock.patch.object(ledger_file, "_free", free))
+        self.counted["lives"] += 1
         for machine in self.machines.values():
             machine.pass_time = self.world.pass_time
             machine.true_time = lambda: self.world.now
@@ -256,6 +271,12 @@ class Lives(RuleBasedStateMachine):
             how = data.draw(st.sampled_from(TROUBLE[what] + ["busy"] * bool(self.habits.hosts and what == "submit")))
             self.world.trouble[what] = how
 
+    @precondition(lambda self: self.is_file)
+    @rule(full=st.booleans())
+    def disk_fills(self, full: bool) -> None:
+        """Or there is room again. Who opens the ledger on a full disk has a copy that is forgotten."""
+        self.disk_is_full = full
+
     @rule(described=st.sampled_from(DESCRIPTIONS))
     def is_described_anew(self, described: dict[str, Any]) -> None:
         self.world.described = described
@@ -310,6 +331,10 @@ class Lives(RuleBasedStateMachine):
         self.counted["truth: requeued"] += 1
 
     # -- what holds
+
+    @invariant()
+    def count(self) -> None:
+        self.counted["steps"] += 1
 
     def check_what_is_new(self) -> None:
         """Called after every commit: all that the ledger says of jobs that have changed is, or was, true."""
@@ -438,6 +463,7 @@ class Lives(RuleBasedStateMachine):
             self.context.close()
 
     def come_to_an_end(self) -> None:
+        self.disk_is_full = False
         self.world.trouble.clear()
         self.world.slowness = 0.0
         for described in itertools.islice(itertools.cycle(reversed(DESCRIPTIONS[:-1])), 60):
@@ -472,9 +498,25 @@ class Lives(RuleBasedStateMachine):
             assert len(ran) <= len(view.attempts)
 
 
-def kind_of_lives(habits: Habits) -> tuple[type[Lives], Counter[str]]:
+def kind_of_lives(habits: Habits, ledgers: Ledgers = in_a_file) -> tuple[type[Lives], Counter[str]]:
     counted: Counter[str] = Counter()
-    return type(f"Lives_{habits.kind}", (Lives,), {"habits": habits, "counted": counted}), counted
+    own = {"habits": habits, "counted": counted, "ledgers": staticmethod(ledgers)}
+    return type(f"Lives_{habits.kind}", (Lives,), own), counted
+
+
+def lead(lives: type[Lives], count: int, steps: int, **more: Any) -> None:
+    """Lead so many lives of at most so many steps each; *more* are settings of hypothesis."""
+    run_state_machine_as_test(
+        lives,
+        settings=settings(
+            max_examples=count,
+            stateful_step_count=steps,
+            deadline=None,
+            phases=[Phases.generate, Phases.shrink],
+            suppress_health_check=list(HealthCheck),
+            **more,
+        ),
+    )
 
 
 KINDS = [LOCAL, SSH, SLURM, SAGEMAKER, TPU]
@@ -487,18 +529,14 @@ LONG = settings.get_current_profile_name() == "long"
 @pytest.mark.timeout(100_000 if LONG else 300)
 def test_no_job_is_lost_or_runs_twice_and_no_status_is_untrue(habits: Habits, capsys: Any) -> None:
     lives, counted = kind_of_lives(habits)
-    run_state_machine_as_test(
-        lives,
-        settings=settings(
-            max_examples=settings.default.max_examples if LONG else 20,
-            stateful_step_count=60,
-            deadline=None,
-            derandomize=not LONG,
-            phases=[Phases.generate, Phases.shrink],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    lead(lives, settings.default.max_examples if LONG else 20, 60, derandomize=not LONG)
     print(f"{habits.kind}: {json.dumps(dict(sorted(counted.items())))}")
+
+
+@each_kind
+def test_nor_where_the_ledger_is_in_postgresql(habits: Habits, empty_ledgers: Any) -> None:
+    lives, _ = kind_of_lives(habits, lambda _: empty_ledgers())
+    lead(lives, 3, 40, derandomize=True)
 
 
 def submission(life: Lives) -> Process:

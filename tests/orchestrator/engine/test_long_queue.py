@@ -9,6 +9,7 @@ from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import progress, snapshots
 from orc.orchestrator.engine.submission import new_submission, submit
+from orc.orchestrator.ledger.transaction import Transaction
 
 
 @pytest.fixture
@@ -60,3 +61,12 @@ def test_jobs_that_can_use_other_hosts_pass_those_that_wait(client, hosts, queue
     hosts.set(client.job(other).attempt.marker, Phase.SUCCEEDED)
     client.refresh()
     assert [client.job(job).state for job in (*waiting, late)] == [*["QUEUED"] * 3, "PENDING"]
+
+
+def test_a_submission_reads_little_of_a_long_queue(client, queue, monkeypatch):
+    """However many wait, the first of them decide."""
+    queue(45)
+    read, specs = [], Transaction.specs
+    monkeypatch.setattr(Transaction, "specs", lambda tx, ids: read.extend(ids) or specs(tx, ids))
+    queue(1)
+    assert 0 < len(read) <= 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from fake_backend import FakeBackend
 from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Handle, Phase
+from orc.launchers.plan import Plan
+from orc.launchers.spec.groups import LoadedGroup, load_jobs
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
@@ -90,3 +93,35 @@ def test_a_pass_over_many_jobs_is_as_many_statements_as_one_over_few(
                 counts.append((phase, counted["statements"], counted["transactions"]))
             assert len(client.jobs(states=["SUCCEEDED"], name=name, limit=None)) == count
     assert counts[:3] == counts[3:]
+
+
+def test_an_array_is_one_submission_and_as_many_transactions_as_it_has_batches(orc_home: Path, tmp_path: Path) -> None:
+    """Each element is prepared, announced and accepted as durably as a job by itself."""
+    backend = Arrays(tmp_path / "fake")
+    counts = []
+    (tmp_path / "project").mkdir()
+    file = tmp_path / "project" / "job.yaml"
+    with Client(backend_of=lambda _: backend) as client:
+        for name, last in (("few", 4), ("many", 49)):
+            file.write_text(f"name: {name}\ncommand: 'true'\nlauncher: python\narray: 0-{last}\n")
+            loaded = load_jobs(file)
+            assert isinstance(loaded, LoadedGroup)
+            with counting(client.workspace.ledger) as counted:
+                client.submit_group(loaded)
+            counts.append(counted["transactions"])
+    assert backend.calls("submit_array") == ["5", "50"]
+    assert counts[0] == counts[1]
+
+
+class Arrays(FakeBackend):
+    """It takes arrays."""
+
+    self_driving = False
+
+    def submit_array(
+        self, plans: Sequence[Plan], secrets: Mapping[str, str], *, at_once: int | None = None
+    ) -> list[Handle]:
+        self._called("submit_array", str(len(plans)))
+        for plan in plans:
+            self._start(plan.marker, secrets)
+        return [self._handle(plan.marker) for plan in plans]

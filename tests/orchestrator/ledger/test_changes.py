@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sqlite3
 
 import pytest
@@ -391,8 +390,12 @@ def test_jobs_that_want_hosts_come_oldest_first_then_by_name(ledger, clock):
     with ledger.transaction() as tx:
         found = tx.unplaced("lab")
     names = ["bare", "retried", "z-old", "b-1", "c-1"]
-    assert [(job.id, json.loads(spec)) for job, spec in found] == [(name, {"name": name}) for name in names]
-    assert found[2][0] == ledger.job("z-old")
+    records = [ledger.job(name) for name in names]
+    assert sorted(found) == sorted((job.id, job.created_at, job.priority, job.owner) for job in records)
+    record(ledger, "bare", job_set={"next_attempt_at": clock.now + 1})
+    record(ledger, "retried", job_set={"next_attempt_at": clock.now})
+    with ledger.transaction() as tx:
+        assert {job for job, *_ in tx.unplaced("lab")} == {"retried", "z-old", "b-1", "c-1"}
 
 
 def test_hosts_of_an_earlier_attempt_are_none_of_the_newest(ledger):
@@ -401,7 +404,7 @@ def test_hosts_of_an_earlier_attempt_are_none_of_the_newest(ledger):
     with ledger.transaction() as tx:
         tx._reserve(tx.find(A), 1, TWO)  # as a crash may have left them
         tx.prepare(tx.find(A), "orc-a-aaaaaa-a2", "plan")
-        assert [job.id for job, _ in tx.unplaced("lab")] == [A]
+        assert [job for job, *_ in tx.unplaced("lab")] == [A]
 
 
 def test_a_database_that_changes_what_it_is_given_is_not_believed(ledger):

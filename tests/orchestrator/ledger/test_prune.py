@@ -6,6 +6,7 @@ import pytest
 from prepared_jobs import create_prepared
 
 from orc.orchestrator.ledger import dependencies, groups, outbox, sealed_secrets
+from orc.orchestrator.ledger import prune as pruning
 from orc.orchestrator.ledger.database import SqliteDatabase
 from orc.orchestrator.ledger.dependencies import Dependency
 from orc.orchestrator.ledger.errors import LedgerError
@@ -151,6 +152,27 @@ def test_a_failure_in_the_middle_of_a_batch_leaves_it_whole(ledger, clock, put, 
     with pytest.raises(LedgerError, match="no_such_table"):
         prune(ledger, PruneRule(clock.now - DAY))
     assert counts(ledger) == before
+
+
+def test_what_is_removed_in_one_step_is_bounded_by_its_events(ledger, clock, put, monkeypatch):
+    """Who submits waits for a step."""
+    for name in "abcde":
+        put(f"old-{name}", 40)  # seven events each
+    put("new", 1)
+    steps = []
+    remove = pruning._remove
+    monkeypatch.setattr(pruning, "_remove", lambda tx, ids, now: steps.append(ids) or remove(tx, ids, now))
+    monkeypatch.setattr(pruning, "EVENTS", 14)
+    assert prune(ledger, PruneRule(clock.now - DAY)).jobs == 5
+    assert steps == [["old-a", "old-b"], ["old-c", "old-d"], ["old-e"]]
+
+
+def test_a_job_with_many_events_is_removed_by_itself(ledger, clock, put, monkeypatch):
+    put("old-a", 40)
+    put("old-b", 40)
+    put("new", 1)
+    monkeypatch.setattr(pruning, "EVENTS", 1)
+    assert prune(ledger, PruneRule(clock.now - DAY)).jobs == 2
 
 
 def test_nothing_is_pruned_in_a_copy_of_a_ledger_that_cannot_be_written(tmp_path, clock):

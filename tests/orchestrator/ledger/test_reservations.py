@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 from prepared_jobs import create_prepared
 
@@ -83,10 +81,7 @@ def test_the_jobs_without_hosts_are_those_that_want_some(ledger, create):
         tx.record(cancelled, Event(Kind.CANCEL_REQUESTED), job_set={"cancel_requested_at": tx.now})
     with ledger.transaction() as tx:
         found = tx.unplaced("lab")
-    assert [(job.id, json.loads(spec)) for job, spec in found] == [
-        (waiting.id, {"name": waiting.id}),
-        (vacated.id, {"name": vacated.id}),
-    ]
+    assert {job for job, *_ in found} == {waiting.id, vacated.id}
 
 
 def test_a_waiting_job_says_why_and_where_it_came_from(ledger, create):

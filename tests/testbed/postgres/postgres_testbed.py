@@ -10,7 +10,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,15 @@ class PostgresServer:
         self.do(f"CREATE DATABASE {name} TEMPLATE {template}")
         return name
 
+    @contextmanager
+    def ledger(self, template: str) -> Iterator[str]:
+        """The URL of a new database that is a copy of *template*, and gone afterwards."""
+        name = self.create(template)
+        try:
+            yield self.url(name)
+        finally:
+            self.drop(name)
+
     def drop(self, name: str) -> None:
         """Remove a database, whoever is still connected."""
         self.do(f"DROP DATABASE {name} WITH (FORCE)")
@@ -139,14 +149,18 @@ def _ledger_template(postgres: PostgresServer) -> str:
 @pytest.fixture
 def postgres_database(postgres: PostgresServer) -> Iterator[str]:
     """The URL of an empty database."""
-    name = postgres.create()
-    yield postgres.url(name)
-    postgres.drop(name)
+    with postgres.ledger("template1") as url:
+        yield url
 
 
 @pytest.fixture
 def postgres_url(postgres: PostgresServer, _ledger_template: str) -> Iterator[str]:
     """The URL of an empty ledger."""
-    name = postgres.create(_ledger_template)
-    yield postgres.url(name)
-    postgres.drop(name)
+    with postgres.ledger(_ledger_template) as url:
+        yield url
+
+
+@pytest.fixture
+def empty_ledgers(postgres: PostgresServer, _ledger_template: str) -> Callable[[], AbstractContextManager[str]]:
+    """Makes URLs of empty ledgers, each for one ``with`` block."""
+    return lambda: postgres.ledger(_ledger_template)
