@@ -225,7 +225,7 @@ UPWARD = {
     "checkpoint.fsdp": {"accelerator"},
     "checkpoint.methods": {"weights.loading", "weights.quantization.scheme"},
     "collectives.metrics": {"data.batch"},
-    "core.context": {"collectives.board", "launch.environment", "launch.process_group", "testing"},
+    "core.context": {"collectives.store", "launch.environment", "launch.process_group", "testing"},
     "core.handlers": {"compat.availability"},
     "core.options": {"observe.profile_options", "parallel.fsdp_plugin"},
     "core.state": {

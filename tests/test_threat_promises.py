@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "explanation" / "threat-model.md"
 SERVICE, CLIENTS, AGENT = "orchestrator/service", "orchestrator/clients", "launchers/agent"
-BOARD, MODES = "runtime/collectives/test_board.py", "launchers/test_strict_modes.py"
+STORE, MODES = "runtime/collectives/test_store.py", "launchers/test_strict_modes.py"
 
 # By how a paragraph, an entry of a list or a row of a table begins: the tests (file below tests/, name) that hold it.
 PROMISES: dict[str, list[tuple[str, str]]] = {
@@ -22,7 +22,7 @@ PROMISES: dict[str, list[tuple[str, str]]] = {
     ],
     "| somebody on the same network": [
         (f"{AGENT}/test_link_protocol.py", "test_who_does_not_hold_the_token_is_never_heard_by_the_hub"),
-        (BOARD, "test_a_stranger_changes_nothing_and_holds_nobody_up"),
+        (STORE, "test_a_stranger_changes_nothing_and_holds_nobody_up"),
     ],
     "| whoever can write to a checkpoint bucket": [
         ("runtime/checkpoint/test_code_in_files.py", "test_no_file_of_a_checkpoint_runs_code"),
@@ -35,8 +35,8 @@ PROMISES: dict[str, list[tuple[str, str]]] = {
         ("orchestrator/engine/test_exactly_once.py", "test_no_job_is_lost_or_runs_twice_and_no_status_is_untrue"),
     ],
     "On the submitting machine nothing": [("e2e/test_listening.py", "test_orc_launch")],
-    "| the *board* of the ranks": [
-        (BOARD, "test_another_key_is_refused_on_both_sides"),
+    "| the *store* of the ranks": [
+        (STORE, "test_another_key_is_refused_on_both_sides"),
         ("runtime/launch/test_listening.py", "test_ranks_on_one_machine_listen_on_loopback_alone"),
     ],
     "| torch's store (TCPStore)": [
@@ -59,16 +59,16 @@ PROMISES: dict[str, list[tuple[str, str]]] = {
         (f"{AGENT}/test_network.py", "test_each_incarnation_has_a_token_of_its_own_that_all_of_its_ranks_have"),
         (f"{AGENT}/test_network.py", "test_hosts_make_the_token_of_their_ranks_from_that_of_their_link"),
         (f"{AGENT}/test_network.py", "test_an_inherited_token_is_not_passed_on"),
-        (BOARD, "test_the_key_is_handed_round_only_where_the_launcher_gave_none"),
+        (STORE, "test_the_key_is_handed_round_only_where_the_launcher_gave_none"),
     ],
     "- **Greeting.**": [
-        (BOARD, "test_another_key_is_refused_on_both_sides"),
-        (BOARD, "test_a_crowd_of_silent_strangers_is_turned_away_after_a_while"),
+        (STORE, "test_another_key_is_refused_on_both_sides"),
+        (STORE, "test_a_crowd_of_silent_strangers_is_turned_away_after_a_while"),
     ],
-    "- **Messages.**": [(BOARD, "test_what_is_changed_on_its_way_ends_the_connection")],
+    "- **Messages.**": [(STORE, "test_what_is_changed_on_its_way_ends_the_connection")],
     "A forked worker closes": [
-        (BOARD, "test_a_forked_child_takes_a_connection_of_its_own"),
-        ("runtime/observe/test_watchdog.py", "test_rank_0_that_serves_the_board_is_named_when_it_gives_no_answer"),
+        (STORE, "test_a_forked_child_takes_a_connection_of_its_own"),
+        ("runtime/observe/test_watchdog.py", "test_rank_0_that_serves_the_store_is_named_when_it_gives_no_answer"),
     ],
     "- **Where.** 127.0.0.1": [
         (f"{SERVICE}/test_serve.py", "test_it_refuses_a_wider_address_without_a_token_and_without_encryption"),

@@ -122,9 +122,9 @@ def _batches(ledger: Ledger, rule: PruneRule) -> Iterator[tuple[int, int]]:
 
 def _few_enough(connection: Connection, ids: list[str]) -> list[str]:
     """Return the first of *ids*, one at least, that have no more than `EVENTS` events together."""
-    names, parameters = _names(ids)
-    query = f"SELECT job_id, count(*) FROM events WHERE job_id IN ({names}) GROUP BY job_id"  # noqa: S608
-    counts = dict(connection.tuples(query, parameters)) if ids else {}
+    these, parameters = one_of("job_id", ids)
+    query = f"SELECT job_id, count(*) FROM events WHERE {these} GROUP BY job_id"  # noqa: S608
+    counts = dict(connection.tuples(query, parameters))
     sums = itertools.accumulate(counts.get(job_id, 0) for job_id in ids)
     return [
         job_id for number, (job_id, so_far) in enumerate(zip(ids, sums, strict=True)) if not number or so_far <= EVENTS

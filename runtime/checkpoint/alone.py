@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.errors import CheckpointError, RanksElsewhere
-from orc.runtime.checkpoint.replication.meeting import Meeting, Verdict
+from orc.runtime.checkpoint.replication.barrier import Barrier, Verdict
 from orc.runtime.checkpoint.replication.sites import Survey
 from orc.runtime.checkpoint.state.base import steps_parts
 from orc.runtime.core.prepared import Layout
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from orc.runtime.core.prepared import Prepared
 
 
-class MeetingAlone(Meeting):
-    """The meetings of a save that rank 0 makes by itself: it agrees with itself and writes nothing on the board."""
+class BarrierAlone(Barrier):
+    """The barriers of a save that rank 0 makes by itself: it agrees with itself and writes nothing on the store."""
 
     def hold(self, what: str, value: Any, verdict: Verdict, **options: Any) -> Any:
         """Return the *verdict* about *value*."""
@@ -27,9 +27,9 @@ class MeetingAlone(Meeting):
         """Return at once: no other rank takes part."""
 
 
-def survey_alone(context: RunContext, meeting: Meeting) -> Survey:
+def survey_alone(context: RunContext, barrier: Barrier) -> Survey:
     """Return one that looks at no other machine: where they share no directory, they get a copy when they load."""
-    return Survey(context, meeting, "1")
+    return Survey(context, barrier, "1")
 
 
 def check_savable_alone(prepared: Prepared, elsewhere: RanksElsewhere) -> None:

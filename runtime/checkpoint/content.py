@@ -16,7 +16,7 @@ from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout, pickled
 from orc.runtime.checkpoint.format.manifest import plain
 from orc.runtime.checkpoint.format.safetensors_file import without_aliases, write_tensors
-from orc.runtime.checkpoint.replication.meeting import attempt
+from orc.runtime.checkpoint.replication.barrier import attempt
 from orc.runtime.checkpoint.request import SaveRequest
 from orc.runtime.checkpoint.state import rng, strategy_named
 from orc.runtime.checkpoint.state.base import FULL, strategy_of, strategy_of_optimizer

@@ -14,7 +14,7 @@ from torch import nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout, pickled
-from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error, attempt
+from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error, attempt
 from orc.runtime.checkpoint.saving import write
 from orc.runtime.checkpoint.state import strategy_named
 from orc.runtime.checkpoint.state.adapters import adapter_names
@@ -50,14 +50,14 @@ def save_fsdp_model(
     Raises:
         CheckpointError: on every process, it could not be written.
     """
-    directory, meeting, record = Path(output_dir), _meeting(accelerator), record_of(accelerator._prepared, model)
+    directory, barrier, record = Path(output_dir), _barrier(accelerator), record_of(accelerator._prepared, model)
     if _wanted(fsdp_plugin) == FULL:
         state = _whole_state(record, accelerator.is_main_process, adapter_only)
-        _write_file(meeting, directory / _model_file(model_index), state)
+        _write_file(barrier, directory / _model_file(model_index), state)
     else:
         state = strategy_named(SHARDED).model_state(record, keep=True)
         state = _adapter_of(record, state) if adapter_only else state
-        _write_shards(meeting, directory / f"{layout.FSDP_MODEL_NAME}_{model_index}", {"model": state})
+        _write_shards(barrier, directory / f"{layout.FSDP_MODEL_NAME}_{model_index}", {"model": state})
 
 
 def load_fsdp_model(
@@ -112,7 +112,7 @@ def load_fsdp_model(
         else:
             record.bare.load_state_dict(state, strict=only is None)
 
-    _agree(_meeting(accelerator), "load_fsdp_model", load)
+    _agree(_barrier(accelerator), "load_fsdp_model", load)
 
 
 def save_fsdp_optimizer(
@@ -134,13 +134,13 @@ def save_fsdp_optimizer(
     Raises:
         CheckpointError: on every process, it could not be written.
     """
-    directory, meeting, record = Path(output_dir), _meeting(accelerator), record_of(accelerator._prepared, model)
+    directory, barrier, record = Path(output_dir), _barrier(accelerator), record_of(accelerator._prepared, model)
     if _wanted(fsdp_plugin) == FULL:
         state = strategy_named(FULL).optimizer_state(optimizer, [record], keep=accelerator.is_main_process)
-        _write_file(meeting, directory / layout.numbered(layout.OPTIMIZER_NAME, optimizer_index, "bin"), state)
+        _write_file(barrier, directory / layout.numbered(layout.OPTIMIZER_NAME, optimizer_index, "bin"), state)
     else:
         state = strategy_named(SHARDED).optimizer_state(optimizer, [record], keep=True)
-        _write_shards(meeting, directory / layout.optimizer_shards(optimizer_index), {"optimizer": state})
+        _write_shards(barrier, directory / layout.optimizer_shards(optimizer_index), {"optimizer": state})
 
 
 def load_fsdp_optimizer(
@@ -181,7 +181,7 @@ def load_fsdp_optimizer(
         else:
             optimizer.load_state_dict(_read(path))
 
-    _agree(_meeting(accelerator), "load_fsdp_optimizer", load)
+    _agree(_barrier(accelerator), "load_fsdp_optimizer", load)
 
 
 def _whole_state(model: PreparedModel, keep: bool, adapter_only: bool) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def _wanted(plugin: Any) -> str:
     return strategy_wanted(plugin) or SHARDED
 
 
-def _meeting(accelerator: Accelerator) -> Meeting:
-    return accelerator._checkpointing.checkpoints.meeting
+def _barrier(accelerator: Accelerator) -> Barrier:
+    return accelerator._checkpointing.checkpoints.barrier
 
 
 def _model_file(index: int) -> str:
@@ -241,21 +241,21 @@ def _read(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _agree(meeting: Meeting, what: str, action: Any) -> None:
+def _agree(barrier: Barrier, what: str, action: Any) -> None:
     """Do *action* on every rank; an error on one is an error on all."""
-    meeting.hold(what, attempt(action)[1], agree_on_no_error)
+    barrier.hold(what, attempt(action)[1], agree_on_no_error)
 
 
-def _write_file(meeting: Meeting, target: Path, state: Mapping[str, Any]) -> None:
+def _write_file(barrier: Barrier, target: Path, state: Mapping[str, Any]) -> None:
     def put() -> None:
-        if meeting.rank == 0:
+        if barrier.rank == 0:
             target.parent.mkdir(parents=True, exist_ok=True)
             write(dict(state), target)
 
-    _agree(meeting, f"saving {target.name}", put)
+    _agree(barrier, f"saving {target.name}", put)
 
 
-def _write_shards(meeting: Meeting, target: Path, state: dict[str, Any]) -> None:
+def _write_shards(barrier: Barrier, target: Path, state: dict[str, Any]) -> None:
     """Write *state* as the folder *target*, which appears complete or not at all."""
     from orc.runtime.checkpoint.state.planning import ShardPlans
     from orc.runtime.checkpoint.state.shard_files import write_shards
@@ -263,13 +263,13 @@ def _write_shards(meeting: Meeting, target: Path, state: dict[str, Any]) -> None
     name, temporary = target.name, temporary_name(target)
 
     def prepare() -> None:
-        if meeting.rank == 0:
+        if barrier.rank == 0:
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_tree(temporary)
             temporary.mkdir()
 
     def put() -> None:
-        file = HashingFile(temporary / layout.shard_file(name, meeting.rank).rpartition("/")[2])
+        file = HashingFile(temporary / layout.shard_file(name, barrier.rank).rpartition("/")[2])
         try:
             write_shards(plans.values[name], plans.lengths[name], file)
         except BaseException:
@@ -278,12 +278,12 @@ def _write_shards(meeting: Meeting, target: Path, state: dict[str, Any]) -> None
         file.close()
 
     def finish() -> None:
-        if meeting.rank == 0:
+        if barrier.rank == 0:
             write_file(temporary / layout.SHARD_METADATA, plans.metadata(lengths)[name])
             publish(temporary, target)
 
-    _agree(meeting, f"saving {name} (preparing)", prepare)
-    plans = ShardPlans(meeting)
+    _agree(barrier, f"saving {name} (preparing)", prepare)
+    plans = ShardPlans(barrier)
     plans.agree({name: state}, None)
     lengths: list[dict[str, list[int]]] = []
 
@@ -292,5 +292,5 @@ def _write_shards(meeting: Meeting, target: Path, state: dict[str, Any]) -> None
         lengths.extend(written for _, written in bids)
 
     error = attempt(put)[1]
-    meeting.hold(f"saving {name} (writing)", [error, plans.lengths], verdict)
-    _agree(meeting, f"saving {name}", finish)
+    barrier.hold(f"saving {name} (writing)", [error, plans.lengths], verdict)
+    _agree(barrier, f"saving {name}", finish)

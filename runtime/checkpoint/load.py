@@ -13,12 +13,12 @@ import torch
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.manifest import Manifest
-from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
+from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
 from orc.runtime.checkpoint.state import fit, rng, strategy_named
 from orc.runtime.checkpoint.state.base import FULL, SHARDED, steps_parts
 from orc.runtime.checkpoint.state.by_engine import engine_problem, own_state_of, without_engines
 from orc.runtime.checkpoint.state.placing import placed, read_state, unmapped, unpickle
-from orc.runtime.checkpoint.storage.copying import Copies
+from orc.runtime.checkpoint.storage.copying import CopyQueue
 from orc.runtime.checkpoint.verified import READ_PATIENCE_S, Verified, tell
 from orc.runtime.collectives.tree import recursively_apply
 from orc.runtime.core.prepared import Layout, PreparedModel
@@ -35,7 +35,7 @@ Hook = Callable[[list[torch.nn.Module], str], None]
 
 def load(
     context: RunContext,
-    meeting: Meeting,
+    barrier: Barrier,
     prepared: Prepared,
     checked: Verified,
     *,
@@ -58,7 +58,7 @@ def load(
     states: dict[str, Any] = {}
     random_states: Any = None
     error: str | None = None
-    with _not_awaited(meeting, "load_state (reading)"):
+    with _not_awaited(barrier, "load_state (reading)"):
         try:
             if (wrong := engine_problem(everything, manifest)) is not None:
                 raise CheckpointError(f"{directory} does not fit what is prepared: {wrong}. Nothing was loaded")
@@ -79,10 +79,10 @@ def load(
         except CheckpointError as failure:
             error = str(failure)
     # Hooks may load something by themselves: not before the rest is known to fit.
-    meeting.hold("load_state (reading)", error, _agree, timeout_s=READ_PATIENCE_S)
+    barrier.hold("load_state (reading)", error, _agree, timeout_s=READ_PATIENCE_S)
     modules = list(everything.models)
     models: list[PreparedModel] = []
-    with _not_awaited(meeting, "load_state (checking)"):
+    with _not_awaited(barrier, "load_state (checking)"):
         for hook in hooks:
             hook(modules, str(directory))
         models = [one for one in records_of(prepared, modules) if one.layout is not Layout.OF_ENGINE]
@@ -93,20 +93,20 @@ def load(
         if not (model.spread or _in_shards(manifest, layout.model_shards(index))) and fit.decides_itself(model.bare)
     }
     # Until here nothing has changed anywhere; what can be known to fail has failed on all ranks.
-    meeting.hold("load_state (checking)", error, _agree, timeout_s=READ_PATIENCE_S)
+    barrier.hold("load_state (checking)", error, _agree, timeout_s=READ_PATIENCE_S)
     with ExitStack() as undo:
-        with _not_awaited(meeting, "load_state (trying)"):
+        with _not_awaited(barrier, "load_state (trying)"):
             error = _error_of(lambda: _try(undo, context, checked, prepared, states, random_states))
             for index, model in enumerate(models):
                 if error is None and index in tried:
                     load_it = partial(_load_model, directory, manifest, index, model, map_location, options)
                     name = _model_path(directory, manifest, index).name
                     error = _error_of(partial(fit.load_tentatively, undo, name, model.bare, load_it))
-        meeting.hold("load_state (trying)", error, _agree, timeout_s=READ_PATIENCE_S)
+        barrier.hold("load_state (trying)", error, _agree, timeout_s=READ_PATIENCE_S)
         undo.pop_all()
     if (own := own_state_of(everything)) is not None:
         own.load(directory, modules, options)
-    with Copies() as copies:
+    with CopyQueue() as copies:
         # What can be read straight into its place is, in threads; the rest goes the way of its kind.
         weights = _whole_weights(directory, manifest, models, map_location)
         copies.read_from(*weights, *(directory / name for name in states))
@@ -168,13 +168,13 @@ def _try(
 
 
 @contextmanager
-def _not_awaited(meeting: Meeting, what: str) -> Iterator[None]:
-    """At the meeting *what*, which follows, the others do not wait for a rank whose own code fails here."""
+def _not_awaited(barrier: Barrier, what: str) -> Iterator[None]:
+    """At the barrier *what*, which follows, the others do not wait for a rank whose own code fails here."""
     try:
         yield
     except Exception as failure:
         with suppress(CheckpointError):
-            meeting.hold(what, [f"{type(failure).__name__}: {failure}"], _agree, timeout_s=READ_PATIENCE_S)
+            barrier.hold(what, [f"{type(failure).__name__}: {failure}"], _agree, timeout_s=READ_PATIENCE_S)
         raise
 
 
@@ -357,7 +357,7 @@ def _load_weights(path: Path, state: Mapping[str, Any], model: PreparedModel, op
 
 def _random_states(context: RunContext, directory: Path, manifest: Manifest) -> Any:
     """Return the saved generators that this rank goes on with; `None` where there were none, or they took no part."""
-    rank = context.topology.draws_like
+    rank = context.topology.rng_source_rank
     name = layout.random_states_file(rank)
     if name in manifest.files:
         return unpickle(directory / name)

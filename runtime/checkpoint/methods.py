@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from orc.runtime.checkpoint.run import Resumed, RunCheckpoints
-    from orc.runtime.checkpoint.storage.remote import Place
+    from orc.runtime.checkpoint.storage.remote import Location
 
 
 class Checkpointing(StateSaving):
@@ -81,11 +81,11 @@ class Checkpointing(StateSaving):
 
     def save_checkpoint(
         self,
-        directory: Place | None = None,
+        directory: Location | None = None,
         safe: bool = True,
         block: bool = True,
         engine_options: Mapping[str, Any] | None = None,
-    ) -> Place:
+    ) -> Location:
         """`save_state` to a place; without one, the next automatically named checkpoint."""
         with self._aside():
             hooks = tuple(self.save_hooks.values())
@@ -193,7 +193,7 @@ def _warn_of_unused(method: str, options: Mapping[str, Any]) -> None:
         warnings.warn(f"{method}: {', '.join(sorted(options))} has no effect with the engine in use", stacklevel=4)
 
 
-def _place(given: str | os.PathLike[str] | None) -> Place | None:
+def _place(given: str | os.PathLike[str] | None) -> Location | None:
     from orc.runtime.checkpoint.storage.remote import place
 
     return None if given is None else place(os.fspath(given))

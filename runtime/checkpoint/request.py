@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from orc.runtime.checkpoint.format.naming import CheckpointRoot
-from orc.runtime.checkpoint.storage.remote import Place, RemoteRoot
+from orc.runtime.checkpoint.storage.remote import Location, RemoteRoot
 
 Hook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], None]
 
@@ -37,7 +37,7 @@ class SaveRequest:
         Name of the strategy that saves sharded models; with `None` each rank saves its shards.
     """
 
-    directory: Place | None
+    directory: Location | None
     root: CheckpointRoot | RemoteRoot | None
     at_least: int
     progress: Progress

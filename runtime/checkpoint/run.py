@@ -12,14 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orc.runtime.checkpoint.alone import MeetingAlone, check_savable_alone, survey_alone
+from orc.runtime.checkpoint.alone import BarrierAlone, check_savable_alone, survey_alone
 from orc.runtime.checkpoint.background import Background
 from orc.runtime.checkpoint.content import capture
 from orc.runtime.checkpoint.errors import CheckpointError, CheckpointMisfit, RankMissing, RanksElsewhere
 from orc.runtime.checkpoint.format.manifest import locate, read_manifest
 from orc.runtime.checkpoint.format.naming import CheckpointRoot, number_of
 from orc.runtime.checkpoint.load import load
-from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error, attempt
+from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error, attempt
 from orc.runtime.checkpoint.replication.sites import Survey
 from orc.runtime.checkpoint.request import Progress, SaveRequest
 from orc.runtime.checkpoint.save import (
@@ -33,7 +33,7 @@ from orc.runtime.checkpoint.save import (
 from orc.runtime.checkpoint.state.base import strategy_wanted
 from orc.runtime.checkpoint.state.ownership import PROJECT_FOLDER, release_all
 from orc.runtime.checkpoint.state.staging import Stage
-from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteRoot, place
+from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteRoot, place
 from orc.runtime.checkpoint.verified import Verified, tell, verified
 from orc.runtime.data.position import training_loader
 
@@ -55,7 +55,7 @@ class Resumed:
         offset: samples of that epoch that all ranks have already taken.
     """
 
-    path: Place
+    path: Location
     step: int
     epoch: int
     offset: int
@@ -90,19 +90,19 @@ class RunCheckpoints:
         self.background = Background()
 
     @cached_property
-    def meeting(self) -> Meeting:
-        """The meetings in which the ranks agree, over a connection that is made on first use."""
-        return Meeting(self.context, self._timeout_s)
+    def barrier(self) -> Barrier:
+        """The barriers in which the ranks agree, over a connection that is made on first use."""
+        return Barrier(self.context, self._timeout_s)
 
     @cached_property
-    def _background_meeting(self) -> Meeting:
+    def _background_barrier(self) -> Barrier:
         """The same for what is written in the background: its thread has a connection of its own too."""
-        return Meeting(self.context, self._timeout_s, name="background")
+        return Barrier(self.context, self._timeout_s, name="background")
 
     @cached_property
     def _survey(self) -> Survey:
         shared = "0" if self.project.save_on_each_node else self.context.config.checkpoint_shared
-        return Survey(self.context, self.meeting, shared)
+        return Survey(self.context, self.barrier, shared)
 
     @cached_property
     def _stage(self) -> Stage:
@@ -142,13 +142,13 @@ class RunCheckpoints:
 
     def save(
         self,
-        directory: Place | None,
+        directory: Location | None,
         *,
         safe: bool = True,
         hooks: Sequence[SaveHook] = (),
         block: bool = True,
         engine_options: Mapping[str, Any] | None = None,
-    ) -> Place:
+    ) -> Location:
         """Save to *directory*, or where the next automatically named checkpoint belongs.
 
         Waits for a save that is still being written. Without *block* it returns when the state is copied, and the copy
@@ -186,16 +186,16 @@ class RunCheckpoints:
             state,
             engine_options or {},
         )
-        first = "meeting" not in self.__dict__
+        first = "barrier" not in self.__dict__
         try:
-            destination = self._save(request, retain, block, self.meeting, self._survey)
+            destination = self._save(request, retain, block, self.barrier, self._survey)
             if numbered:
                 self.saved_step = self.step
         except RanksElsewhere as elsewhere:
             destination = self._save_alone(request, retain, block, elsewhere)
             if first:  # peers may meet for something else first
-                self.meeting.withdraw()
-                del self.meeting, self._survey
+                self.barrier.withdraw()
+                del self.barrier, self._survey
         target = destination.target
         if numbered:
             self.project.iteration = (number_of(target) or 0) + 1
@@ -212,10 +212,10 @@ class RunCheckpoints:
                 "checkpoint. Called on every rank it saves them too, and waits for nobody"
             )
             self._told_alone = True
-        meeting = MeetingAlone(self.context, self._timeout_s, name="alone")
-        survey = survey_alone(self.context, meeting)
-        destination = self._save(replace(request, alone=True), retain, block, meeting, survey)
-        self.meeting.note_alone(str(destination.target))
+        barrier = BarrierAlone(self.context, self._timeout_s, name="alone")
+        survey = survey_alone(self.context, barrier)
+        destination = self._save(replace(request, alone=True), retain, block, barrier, survey)
+        self.barrier.note_alone(str(destination.target))
         return destination
 
     def _save(
@@ -223,21 +223,21 @@ class RunCheckpoints:
         request: SaveRequest,
         retain: Callable[[Destination], None],
         block: bool,
-        meeting: Meeting,
+        barrier: Barrier,
         survey: Survey,
     ) -> Destination:
         if block:
-            return save(self.context, meeting, survey, self.prepared, request, retain)
-        opened = open_destination(self.context, meeting, survey, request)
+            return save(self.context, barrier, survey, self.prepared, request, retain)
+        opened = open_destination(self.context, barrier, survey, request)
         destination = opened.destination
         try:
-            meet_before_gathering(meeting, self.prepared, request, destination)
-            shards = shard_plans(meeting, self.prepared, request)
+            meet_before_gathering(barrier, self.prepared, request, destination)
+            shards = shard_plans(barrier, self.prepared, request)
             content = capture(self.context, self.prepared, request, destination, self._stage, shards=shards)
         except BaseException:
             destination.abandon()
             raise
-        beside = meeting if request.alone else self._background_meeting
+        beside = barrier if request.alone else self._background_barrier
 
         def finish() -> None:
             try:
@@ -267,7 +267,7 @@ class RunCheckpoints:
 
     def load(
         self,
-        directory: Place | None,
+        directory: Location | None,
         *,
         hooks: Sequence[LoadHook] = (),
         map_location: Any = None,
@@ -286,7 +286,7 @@ class RunCheckpoints:
             bid = [asked, *self._offers(root)]
         else:
             bid = [asked, offer(directory) if self.context.is_local_main else [], None]
-        number, identity = self.meeting.hold("load_state", bid, self._choose)
+        number, identity = self.barrier.hold("load_state", bid, self._choose)
         if directory is None:
             assert root is not None
             directory = root.numbered(number)
@@ -309,7 +309,7 @@ class RunCheckpoints:
         root = self.root
         if root is None:
             return None
-        candidates = self.meeting.hold("resume", self._offers(root), newest_first)
+        candidates = self.barrier.hold("resume", self._offers(root), newest_first)
         failures = []
         for number, identity in candidates:
             candidate = root.numbered(number)
@@ -326,11 +326,11 @@ class RunCheckpoints:
             raise CheckpointError("no checkpoint can be resumed from:\n" + "\n".join(failures))
         return None
 
-    def _verified(self, directory: Place, identity: str | None, what: str) -> AbstractContextManager[Verified]:
+    def _verified(self, directory: Location, identity: str | None, what: str) -> AbstractContextManager[Verified]:
         sites = None
         if isinstance(directory, Path) and identity is not None:  # for what nobody has no directory is made
             sites = self._survey.at(directory.parent, what)
-        return verified(self.context, self.meeting, directory, sites=sites, identity=identity)
+        return verified(self.context, self.barrier, directory, sites=sites, identity=identity)
 
     def _offers(self, root: CheckpointRoot | RemoteRoot | None) -> list[Any]:
         """Return this machine's checkpoints below *root*, listed by one of its ranks, and the error of the listing."""
@@ -357,7 +357,7 @@ class RunCheckpoints:
 
     def _load(
         self,
-        path: Place,
+        path: Location,
         checked: Verified,
         hooks: Sequence[LoadHook],
         map_location: Any = None,
@@ -368,7 +368,7 @@ class RunCheckpoints:
         try:
             load(
                 self.context,
-                self.meeting,
+                self.barrier,
                 self.prepared,
                 checked,
                 hooks=tuple(hooks),
@@ -408,7 +408,7 @@ def offers(root: CheckpointRoot | RemoteRoot) -> list[Offer]:
     return found
 
 
-def offer(directory: Place) -> list[Offer]:
+def offer(directory: Location) -> list[Offer]:
     """The checkpoint *directory*, if this machine has one there."""
     if isinstance(directory, Remote):
         return []

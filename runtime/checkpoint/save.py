@@ -16,7 +16,7 @@ from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.manifest import NAME, Manifest
 from orc.runtime.checkpoint.format.naming import CheckpointRoot
 from orc.runtime.checkpoint.replication.absence import Absence
-from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error, attempt
+from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error, attempt
 from orc.runtime.checkpoint.replication.replicas import complete
 from orc.runtime.checkpoint.replication.sites import Sites, Survey
 from orc.runtime.checkpoint.request import SaveRequest
@@ -25,7 +25,7 @@ from orc.runtime.checkpoint.state.by_engine import without_engines
 from orc.runtime.checkpoint.storage.destination import Destination, LocalDestination, RemoteDestination
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
 from orc.runtime.checkpoint.storage.fence import refuse_superseded
-from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteRoot
+from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteRoot
 from orc.runtime.core.prepared import Layout
 from orc.runtime.parallel.records import records_of
 
@@ -50,7 +50,7 @@ class Opened:
 
 def save(
     context: RunContext,
-    meeting: Meeting,
+    barrier: Barrier,
     survey: Survey,
     prepared: Prepared,
     request: SaveRequest,
@@ -61,20 +61,20 @@ def save(
     Raises:
         CheckpointError: nothing was changed; the text says which rank failed and how, or which rank did not come.
     """
-    opened = open_destination(context, meeting, survey, request)
+    opened = open_destination(context, barrier, survey, request)
     destination = opened.destination
     try:
-        meet_before_gathering(meeting, prepared, request, destination)
-        shards = shard_plans(meeting, prepared, request)
+        meet_before_gathering(barrier, prepared, request, destination)
+        shards = shard_plans(barrier, prepared, request)
         content = capture(context, prepared, request, destination, shards=shards)
-        write(context, meeting, request, opened, content, retain, shards=shards)
+        write(context, barrier, request, opened, content, retain, shards=shards)
     except BaseException:
         destination.abandon()
         raise
     return destination
 
 
-def open_destination(context: RunContext, meeting: Meeting, survey: Survey, request: SaveRequest) -> Opened:
+def open_destination(context: RunContext, barrier: Barrier, survey: Survey, request: SaveRequest) -> Opened:
     """Agree on the directory and make it ready; the first part of a save.
 
     Raises:
@@ -88,13 +88,13 @@ def open_destination(context: RunContext, meeting: Meeting, survey: Survey, requ
     if request.directory is None and root is not None and looks(context, root):
         number, error = attempt(lambda: root.next(request.at_least)[0])
     bid = [asked, number, error]
-    number, token, created_at = meeting.hold(
+    number, token, created_at = barrier.hold(
         "save_state",
         bid,
         lambda bids: _choose(bids, request.directory),
         absence=None if request.alone else Absence.of(context),
     )
-    where: Place
+    where: Location
     if request.directory is not None:
         where = request.directory if isinstance(request.directory, Remote) else request.directory.absolute()
     else:
@@ -103,7 +103,7 @@ def open_destination(context: RunContext, meeting: Meeting, survey: Survey, requ
     destination: Destination
     if isinstance(where, Remote):
         sites = Sites(context.rank, (0,) * context.world_size)
-        taken = meeting.hold("save_state", None, lambda _: where.size(NAME) is not None)
+        taken = barrier.hold("save_state", None, lambda _: where.size(NAME) is not None)
         destination = RemoteDestination(where, f".{token}-" if taken else "", context.is_main)
     else:
         sites = survey.at(where.parent, "save_state")
@@ -112,14 +112,14 @@ def open_destination(context: RunContext, meeting: Meeting, survey: Survey, requ
         )
     try:
         error = attempt(destination.prepare)[1] if destination.leads else None
-        meeting.hold("save_state (making the directory)", error, agree_on_no_error)
+        barrier.hold("save_state (making the directory)", error, agree_on_no_error)
     except BaseException:
         destination.abandon()
         raise
     return Opened(destination, sites, token, created_at)
 
 
-def meet_before_gathering(meeting: Meeting, prepared: Prepared, request: SaveRequest, destination: Destination) -> None:
+def meet_before_gathering(barrier: Barrier, prepared: Prepared, request: SaveRequest, destination: Destination) -> None:
     """Meet where whole states of sharded models are to be gathered: a rank that cannot save would be waited for there.
 
     Raises:
@@ -129,10 +129,10 @@ def meet_before_gathering(meeting: Meeting, prepared: Prepared, request: SaveReq
     whole = [model for model in models if model.spread and strategy_of(model, request.state) == FULL]
     if whole or any(model.layout is Layout.GATHERED for model in models):
         error = attempt(destination.check_visible)[1]
-        meeting.hold("save_state (gathering)", error, agree_on_no_error)
+        barrier.hold("save_state (gathering)", error, agree_on_no_error)
 
 
-def shard_plans(meeting: Meeting, prepared: Prepared, request: SaveRequest) -> ShardPlans | None:
+def shard_plans(barrier: Barrier, prepared: Prepared, request: SaveRequest) -> ShardPlans | None:
     """Return what the ranks will agree on about shards; `None` where nothing is saved as shards."""
     prepared = without_engines(prepared)
     models = records_of(prepared)
@@ -142,12 +142,12 @@ def shard_plans(meeting: Meeting, prepared: Prepared, request: SaveRequest) -> S
         return None
     from orc.runtime.checkpoint.state.planning import ShardPlans
 
-    return ShardPlans(meeting)
+    return ShardPlans(barrier)
 
 
 def write(
     context: RunContext,
-    meeting: Meeting,
+    barrier: Barrier,
     request: SaveRequest,
     opened: Opened,
     content: Content,
@@ -179,7 +179,7 @@ def write(
         lengths.extend(report.get("lengths", {}) for report in reports)
         return files
 
-    crew = meeting.hold(
+    written = barrier.hold(
         "save_state (writing)",
         {
             "error": error,
@@ -188,15 +188,16 @@ def write(
             **({} if shards is None else {"lengths": shards.lengths}),
         },
         verdict,
-        timeout_s=max(meeting.timeout_s, _COMMIT_PATIENCE_S),
+        timeout_s=max(barrier.timeout_s, _COMMIT_PATIENCE_S),
     )
-    files = {name: FileRecord(record["size"], tuple(record["sums"])) for name, record in crew[str(sites.mine)].items()}
+    mine = written[str(sites.mine)]
+    files = {name: FileRecord(record["size"], tuple(record["sums"])) for name, record in mine.items()}
     error = None
     if shards is not None and lengths:
         contents = partial(shards.metadata, lengths)
         error = attempt(lambda: files.update(_write_metadata(destination, contents())))[1]
     if sites.several:
-        failed = attempt(lambda: files.update(complete(meeting, sites, destination)))[1]
+        failed = attempt(lambda: files.update(complete(barrier, sites, destination)))[1]
         error = error or failed
     progress = request.progress
     manifest = Manifest(
@@ -214,16 +215,16 @@ def write(
         error = error or attempt(lambda: destination.seal(manifest))[1]
     if sites.several:
         # Nothing appears anywhere before it is complete everywhere.
-        meeting.hold("save_state (sealing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
+        barrier.hold("save_state (sealing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
     if destination.leads:
         error = error or attempt(refuse_superseded)[1] or attempt(lambda: destination.commit(manifest))[1]
-    meeting.hold("save_state (committing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
+    barrier.hold("save_state (committing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
     error = attempt(destination.clear)[1] if destination.leads else None
     if request.directory is None:
         error = error or attempt(lambda: retain(destination))[1]
     if error is not None:
         error = f"{destination.target} is complete, but older checkpoints could not be removed: {error}"
-    meeting.hold("save_state (retention)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
+    barrier.hold("save_state (retention)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
 
 
 def _write_metadata(destination: Destination, contents: Mapping[str, bytes]) -> dict[str, FileRecord]:
@@ -266,7 +267,7 @@ def looks(context: RunContext, root: CheckpointRoot | RemoteRoot) -> bool:
     return context.is_main if isinstance(root, RemoteRoot) else context.is_local_main
 
 
-def _choose(bids: list[Any], directory: Place | None) -> tuple[int | None, str, float]:
+def _choose(bids: list[Any], directory: Location | None) -> tuple[int | None, str, float]:
     """The number after all that are taken, an identity of this one save, and its time."""
     asked = [given for given, _, _ in bids]
     if directory is not None and len(asked) > 1 and set(asked[1:]) == {None}:

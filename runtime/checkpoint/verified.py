@@ -21,11 +21,11 @@ from orc.runtime.checkpoint.format.manifest import (
     read_manifest,
     size_problems,
 )
-from orc.runtime.checkpoint.replication.meeting import Meeting
+from orc.runtime.checkpoint.replication.barrier import Barrier
 from orc.runtime.checkpoint.replication.replicas import provide
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.storage import remote
-from orc.runtime.checkpoint.storage.remote import Place, Remote
+from orc.runtime.checkpoint.storage.remote import Location, Remote
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 READ_PATIENCE_S = 3600.0
 
 
-def verify(context: RunContext, meeting: Meeting, directory: Path) -> Manifest:
+def verify(context: RunContext, barrier: Barrier, directory: Path) -> Manifest:
     """The manifest of *directory* when every file is as it was written. The ranks share out the reading.
 
     Raises:
@@ -50,7 +50,7 @@ def verify(context: RunContext, meeting: Meeting, directory: Path) -> Manifest:
             raise damaged(directory, problems)
     except CheckpointError as failure:
         error = str(failure)
-    meeting.hold("load_state (verifying)", error, _first_text, timeout_s=max(meeting.timeout_s, READ_PATIENCE_S))
+    barrier.hold("load_state (verifying)", error, _first_text, timeout_s=max(barrier.timeout_s, READ_PATIENCE_S))
     assert manifest is not None
     return manifest
 
@@ -69,7 +69,7 @@ class Verified:
 
 @contextmanager
 def verified(
-    context: RunContext, meeting: Meeting, where: Place, *, sites: Sites | None = None, identity: str | None = None
+    context: RunContext, barrier: Barrier, where: Location, *, sites: Sites | None = None, identity: str | None = None
 ) -> Iterator[Verified]:
     """The checkpoint at *where*, verified, for as long as the block lasts. One rank per machine copies what is remote.
 
@@ -80,10 +80,10 @@ def verified(
     """
     if isinstance(where, Path):
         if sites is not None and sites.several and identity is not None:
-            yield Verified(*provide(meeting, sites, where, identity, tell))
+            yield Verified(*provide(barrier, sites, where, identity, tell))
         else:
             found = locate(where)
-            yield Verified(found, verify(context, meeting, found))
+            yield Verified(found, verify(context, barrier, found))
         return
     mine: Path | None = None
     error: str | None = None
@@ -91,16 +91,16 @@ def verified(
         if context.is_local_main:
             mine = Path(tempfile.mkdtemp(prefix="orc-checkpoint-"))
             error = _fetch(context, where, mine)
-        copies = meeting.hold(
+        copies = barrier.hold(
             "load_state (fetching)",
             [context.node_rank, None if mine is None else str(mine), error],
             _copies,
-            timeout_s=max(meeting.timeout_s, READ_PATIENCE_S),
+            timeout_s=max(barrier.timeout_s, READ_PATIENCE_S),
         )
         directory = Path(copies[str(context.node_rank)])
         yield Verified(directory, read_manifest(directory))
         # The copy may go when everybody on this machine has read it.
-        meeting.hold("load_state (done)", None, len, timeout_s=max(meeting.timeout_s, READ_PATIENCE_S))
+        barrier.hold("load_state (done)", None, len, timeout_s=max(barrier.timeout_s, READ_PATIENCE_S))
     finally:
         if mine is not None:
             shutil.rmtree(mine, ignore_errors=True)

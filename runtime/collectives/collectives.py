@@ -65,7 +65,7 @@ def gather(tensor: Any, *, ctx: RunContext | None = None) -> Any:
     key = key_of(leaves)
     alone = _in_band(key, ctx)
     sent = None if alone is None else pack(alone, leaves)
-    rows = verify.agree("gather", tensor, (outline(spec), shapes_of(key)), ctx, sent)
+    rows = verify.exchange_checked("gather", tensor, (outline(spec), shapes_of(key)), ctx, sent)
     if (carrier := ctx.compute.collectives) is not None:
         return unflatten(spec, carried(ctx, leaves, carrier.gather, _gather))
     out: list[Any] = [None] * len(leaves)
@@ -136,7 +136,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, ctx: Run
     if alone is not None and alone.size * ctx.world_size > SMALL_BYTES:
         alone = None  # a ring moves less
     sent = None if alone is None else pack(alone, leaves)
-    rows = verify.agree("reduce", tensor, (outline(spec), shapes_of(key)), ctx, sent)
+    rows = verify.exchange_checked("reduce", tensor, (outline(spec), shapes_of(key)), ctx, sent)
     if (carrier := ctx.compute.collectives) is not None:
         return unflatten(
             spec,
@@ -224,7 +224,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, ctx: RunContext | None = No
     key = key_of(leaves)
     alone = _in_band(key, ctx)
     sent = None if alone is None else pack(alone, leaves)
-    rows = verify.agree("broadcast", tensor, (outline(spec), shapes_of(key)), ctx, sent)
+    rows = verify.exchange_checked("broadcast", tensor, (outline(spec), shapes_of(key)), ctx, sent)
     if (carrier := ctx.compute.collectives) is not None:
         carried(
             ctx,
@@ -300,7 +300,7 @@ def pad_across_processes(
     # Sizes along other dimensions may differ, too: a script pads one after the other.
     kinds = tuple((leaf.ndim, leaf.dtype) for leaf in leaves)
     sent = torch.tensor(own, dtype=torch.int64).view(torch.uint8)
-    rows = verify.agree("pad_across_processes", tensor, (outline(spec), kinds), ctx, sent, free_sizes=True)
+    rows = verify.exchange_checked("pad_across_processes", tensor, (outline(spec), kinds), ctx, sent, free_sizes=True)
     sizes = rows.cpu().contiguous().view(torch.int64).view(ctx.world_size, -1).amax(0)
     padded = list(leaves)
     alike: dict[Any, list[int]] = {}  # many small tensors of one kind are padded together

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed import distributed_c10d
 from torch.futures import Future
 
-from orc.runtime.collectives.board import LocalBoard
+from orc.runtime.collectives.store import LocalStore
 from orc.runtime.core.errors import ContextError, DistributedOperationException
 
 Tensors = list[torch.Tensor]
@@ -403,7 +403,7 @@ class InMemoryWorld:
             raise ValueError(f"a world of {size} ranks makes no sense")
         self.size = size
         self.exchange = ThreadExchange(size, timeout_s)
-        self.store = LocalBoard()
+        self.store = LocalStore()
         self.groups = [InMemoryGroup(rank, size, self.exchange) for rank in range(size)]
 
     def close(self) -> None:

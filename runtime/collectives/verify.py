@@ -16,7 +16,7 @@ from orc.runtime.core.errors import DistributedOperationException
 _Element = tuple[str, tuple[int | None, ...], str]
 
 
-def agree(
+def exchange_checked(
     operation: str, data: Any, key: Any, ctx: RunContext, payload: Tensor | None = None, *, free_sizes: bool = False
 ) -> Tensor:
     """Return the *payload* of each process, uint8 ``[world, length]``, when their operands have the same *key*.

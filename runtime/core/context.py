@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from orc.runtime.collectives.board import Board
+    from orc.runtime.collectives.store import Store
     from orc.runtime.core.handlers import GradientAccumulationPlugin
     from orc.runtime.core.topology import Topology
     from orc.runtime.launch.environment import LaunchEnvironment
@@ -182,7 +182,7 @@ class RunContext:
     backend: str | None
     env: LaunchEnvironment
     group: ProcessGroup | None = None
-    store: Board | None = None  # where the ranks leave each other messages
+    store: Store | None = None  # where the ranks leave each other messages
     key: bytes = field(default=b"", repr=False)  # of the run; empty where ranks are threads of one process
     mirrored: bool = False  # a fake context without peers: they would have what this process has
     compute: Compute = TORCH  # what computes in this process

@@ -20,7 +20,7 @@ class Layout(Enum):
     GATHERED = "gathered"  # its own state dict gathers them, and all processes call it together
     SHARDED = "sharded"  # cut over processes, as DTensors
     FLATTENED = "flattened"  # cut over processes by version 1 of FSDP
-    STAGED = "staged"  # each process holds others, whole ones or cut ones: `PreparedModel.parts`
+    STAGED = "staged"  # each process holds others, whole ones or cut ones: `PreparedModel.partition`
     OF_ENGINE = "of_engine"  # the engine that trains it lays out its own part of a checkpoint
 
 
@@ -63,7 +63,7 @@ class PreparedModel:
         bare: the model that the script wrote, inside it; not compiled.
         layout: who holds its parameters.
         cut: some of them are cut over processes, in whatever layout.
-        parts: the `Parts` of a model in stages.
+        partition: the `Partition` of a model in stages.
         gradients: how they come together.
     """
 
@@ -72,7 +72,7 @@ class PreparedModel:
     gradients: GradientSync
     layout: Layout = Layout.WHOLE
     cut: bool = False
-    parts: Any = None
+    partition: Any = None
 
     @property
     def spread(self) -> bool:

@@ -129,7 +129,7 @@ class ProcessControl:
         self, inputs: Any, apply_padding: bool = False
     ) -> contextlib.AbstractContextManager[Any]:
         """A block with this process's share of *inputs*; see `split`."""
-        return contextlib.nullcontext(split(inputs, *self.ctx.topology.take_share(), apply_padding))
+        return contextlib.nullcontext(split(inputs, *self.ctx.topology.pin_data_share(), apply_padding))
 
 
 def _required(decorator: str, name: str, value: int | None) -> int:

@@ -93,7 +93,7 @@ class Topology:
 
     # ---- data
 
-    def take_share(self) -> tuple[int, int]:
+    def pin_data_share(self) -> tuple[int, int]:
         """Return `data_rank` and `data_size` to something that stays (a loader): from now on they cannot change."""
         self.used = True
         return self.data_rank, self.data_size
@@ -131,7 +131,7 @@ class Topology:
         return not any(place for name, place in self._places.items() if name not in DATA_DIMENSIONS)
 
     @property
-    def draws_like(self) -> int:
+    def rng_source_rank(self) -> int:
         """The rank whose random numbers this one draws: the first of those along `ALIKE_DIMENSIONS`."""
         return next(ranks[0] for ranks in self._ranks_of_groups(ALIKE_DIMENSIONS) if self._ctx.rank in ranks)
 

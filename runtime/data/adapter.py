@@ -77,7 +77,7 @@ class DataLoaderAdapter:
         self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
         self.skips = skip_batches > 0
-        self.world_size = context.topology.take_share()[1] if world_size is None else world_size
+        self.world_size = context.topology.pin_data_share()[1] if world_size is None else world_size
         self.simulated = False
         self.own_share = False
         self.total_batch_size = total_batch_size

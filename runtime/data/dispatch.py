@@ -18,7 +18,7 @@ from orc.runtime.data.wire import CONTENT, END, ERROR, LAST, Message, Receiver, 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
-Parts = tuple[list[Any], int]
+RankBatches = tuple[list[Any], int]
 SliceFunction = Callable[..., Any]
 
 
@@ -78,7 +78,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         self.split_batches = split_batches
         self.slice_fn = slice_fn
         self.drops_last = drops_last or self.drop_last
-        self.ranks = self.context.topology.take_share()[1]  # shares of a round; peers get the same one
+        self.ranks = self.context.topology.pin_data_share()[1]  # shares of a round; peers get the same one
         self.per_round = 1 if split_batches else self.ranks  # batches of the given loader in one round
         self.read_batch_size = self.total_batch_size
         self.total_batch_size = self.read_batch_size * self.per_round
@@ -202,7 +202,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         for sender in self._senders:
             sender.send(Message(ERROR, f"{type(error).__name__}: {error}"))
 
-    def _parts(self, batches: Iterator[Any]) -> Iterator[Parts]:
+    def _parts(self, batches: Iterator[Any]) -> Iterator[RankBatches]:
         """Rounds as one part per rank, and the rows that are no repetitions (-1: all)."""
         first: Any = None
         size: int | None = None
@@ -230,7 +230,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             else:
                 yield self._cut(group, rows, first)
 
-    def _whole(self, group: list[Any], rows: list[int | None], size: int | None) -> Parts:
+    def _whole(self, group: list[Any], rows: list[int | None], size: int | None) -> RankBatches:
         """Batches that cannot be joined (padded to different lengths): one each, ranks without one repeat the last."""
         parts = [*group, *[group[-1]] * (self.ranks - len(group))]
         counts = [count or 0 for count in rows]
@@ -240,7 +240,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         repeated = len(group) < self.ranks or counts[-1] != (rows_of(parts[-1]) or 0)
         return parts, have if repeated else -1
 
-    def _cut(self, group: list[Any], rows: list[int | None], first: Any) -> Parts:
+    def _cut(self, group: list[Any], rows: list[int | None], first: Any) -> RankBatches:
         if any(count is None for count in rows):
             raise DispatchError(
                 "a batch without tensors or lists cannot be cut into parts for the ranks: let the dataset's length be "

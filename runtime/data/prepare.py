@@ -108,7 +108,7 @@ def prepare_data_loader(
         from orc.runtime.core.context import current_context
 
         context = current_context()
-    rank, world = context.topology.take_share()
+    rank, world = context.topology.pin_data_share()
     everybody = world
     if torch_device_mesh is not None:
         world, rank = _data_place(torch_device_mesh)

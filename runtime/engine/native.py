@@ -157,9 +157,9 @@ class NativeEngine:
         """Step ``optimizer.optimizer``; with a scaler unless its gradients overflowed."""
         bare = optimizer.optimizer
         if not optimizer.steps and self.prepared.sharded:
-            from orc.runtime.train.gone import refuse_gone
+            from orc.runtime.train.stale import refuse_stale
 
-            refuse_gone(bare, self.prepared.models, [one.optimizer for one in self.prepared.optimizers])
+            refuse_stale(bare, self.prepared.models, [one.optimizer for one in self.prepared.optimizers])
         kinds = groups_of_one_kind(bare) if self.prepared.sharded else _AS_THEY_ARE
         if self._scaler is None:
             optimizer.steps += 1

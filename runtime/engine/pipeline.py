@@ -11,7 +11,7 @@ from orc.runtime.core.errors import ContextError
 from orc.runtime.engine.native import NativeEngine
 from orc.runtime.engine.norms import clip_norm
 from orc.runtime.parallel.compile import compiles
-from orc.runtime.parallel.parts import check_orders, whole_model
+from orc.runtime.parallel.partition import check_orders, whole_model
 from orc.runtime.parallel.records import record_of
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 
@@ -39,10 +39,10 @@ class PipelineEngine(NativeEngine):
                 "already; leave it out"
             )
         result = super().prepare(objects, placement, preparation)
-        parts = next((one.parts for one in self.prepared.records if one.parts is not None), None)
+        partition = next((one.partition for one in self.prepared.records if one.partition is not None), None)
         optimizers = [one.optimizer for one in result if isinstance(one, AcceleratedOptimizer)]
-        if parts is not None and optimizers:
-            check_orders(parts.ctx, optimizers)
+        if partition is not None and optimizers:
+            check_orders(partition.ctx, optimizers)
         return result
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -57,9 +57,9 @@ class PipelineEngine(NativeEngine):
     def model_state(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """The complete state dict of *model*, gathered from its stages; all processes call it."""
         record = record_of(self.prepared, model)
-        if record.parts is None:
+        if record.partition is None:
             return super().model_state(model, unwrap=unwrap)
-        return whole_model(record.parts, record.bare.state_dict(), keep=True)
+        return whole_model(record.partition, record.bare.state_dict(), keep=True)
 
 
 ENGINE = PipelineEngine

@@ -33,13 +33,13 @@ from orc.runtime.launch.device import (
 from orc.runtime.launch.environment import LaunchEnvironment, detect
 
 if TYPE_CHECKING:
-    from orc.runtime.collectives.board import Board
+    from orc.runtime.collectives.store import Store
     from orc.runtime.launch.xla import Xla
 
 _opened_here = False
 _alone = False  # of one rank; its context has no group
 _settles = False
-_board: tuple[Any, tuple[Board, bytes]] | None = None  # of which process group
+_run_store: tuple[Any, tuple[Store, bytes]] | None = None  # of which process group
 # How the ranks met, their store, and how many groups have been opened over it.
 _met: tuple[tuple[Any, ...], dist.Store, int] | None = None
 _NOTE_BYTES = 512
@@ -222,7 +222,7 @@ def _context(
     # A group that the script opened itself may be wider than what the environment said.
     local_world = min(launch.local_world_size, world_size) if launch.world_size == world_size else world_size
     local_rank = launch.local_rank if launch.world_size == world_size else rank
-    board, key = _board_of_group(launch, device, rank) if world_size > 1 else (None, b"")
+    run_store, key = _store_of_group(launch, device, rank) if world_size > 1 else (None, b"")
     return RunContext(
         rank=rank,
         world_size=world_size,
@@ -233,7 +233,7 @@ def _context(
         backend=backend if world_size > 1 else None,
         env=launch,
         group=dist.group.WORLD if world_size > 1 else None,
-        store=board,
+        store=run_store,
         key=key,
         compute=adapter or TORCH,
     )
@@ -244,15 +244,15 @@ def one_node(launch: LaunchEnvironment) -> bool:
     return launch.master_addr in listening.LOOPBACK or launch.local_world_size == launch.world_size
 
 
-def _board_of_group(launch: LaunchEnvironment, device: torch.device, rank: int) -> tuple[Board, bytes]:
-    """The board of the process group that is open, and its key; a second context of the same group has the same."""
-    global _board
-    from orc.runtime.collectives.board import BoardError
-    from orc.runtime.collectives.board_server import open_board
+def _store_of_group(launch: LaunchEnvironment, device: torch.device, rank: int) -> tuple[Store, bytes]:
+    """The store of the process group that is open, and its key; a second context of the same group has the same."""
+    global _run_store
+    from orc.runtime.collectives.store import StoreError
+    from orc.runtime.collectives.store_server import open_store
 
     group = dist.group.WORLD
-    if _board is not None and _board[0] is group:
-        return _board[1]
+    if _run_store is not None and _run_store[0] is group:
+        return _run_store[1]
     place = torch.device("cpu") if "cpu:" in str(dist.get_backend_config(group)) else device
 
     def hand_round(note: bytes | None) -> bytes:
@@ -270,11 +270,11 @@ def _board_of_group(launch: LaunchEnvironment, device: torch.device, rank: int) 
         master, near = given, given in listening.LOOPBACK
     address = "127.0.0.1" if near else listening.own_address(master) if rank == 0 else ""
     try:
-        board = open_board(rank, bytes.fromhex(token) if token else None, address, master, hand_round)
-    except (BoardError, ValueError, OSError) as error:
+        run_store = open_store(rank, bytes.fromhex(token) if token else None, address, master, hand_round)
+    except (StoreError, ValueError, OSError) as error:
         raise LaunchError(f"rank {rank} of {dist.get_world_size()} has no way to its peers: {error}") from error
-    _board = group, board
-    return board
+    _run_store = group, run_store
+    return run_store
 
 
 def _host_of_store() -> str:

@@ -1,6 +1,6 @@
 """Windows of the meter as JSON lines: every rank measures its own, rank 0 writes one line for all of them.
 
-Runs on the watch thread. The ranks' windows meet on the run's board; they are of the same length but not aligned.
+Runs on the watch thread. The ranks' windows meet on the run's store; they are of the same length but not aligned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from orc.runtime.observe.meter import Meter
 if TYPE_CHECKING:
     from torch import nn
 
-    from orc.runtime.collectives.board import Board
+    from orc.runtime.collectives.store import Store
     from orc.runtime.core.context import RunContext
     from orc.runtime.engine import Engine
 
@@ -78,7 +78,7 @@ class Reporter:
         if self.context.device.type in ("cpu", "cuda"):  # elsewhere a value read from another thread may start work
             engine.events.subscribe("on_backward", meter.note_loss)
 
-    def poll(self, step: int, store: Board | None = None, prefix: str = "") -> None:
+    def poll(self, step: int, store: Store | None = None, prefix: str = "") -> None:
         """Called often; does something when a window is full, and on rank 0 when the others' have arrived."""
         self._step = step
         if self.meter.loss_reader is not None:
@@ -140,7 +140,7 @@ class Reporter:
         }
         return True
 
-    def _collect(self, store: Board, prefix: str) -> None:
+    def _collect(self, store: Store, prefix: str) -> None:
         for rank in range(self.context.world_size):
             key = f"{prefix}/window/{rank}"
             if rank != self.context.rank and store.check([key]):

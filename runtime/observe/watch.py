@@ -1,6 +1,6 @@
 """The background thread of a rank that watches the run for stalls and delivers its measurements.
 
-It has its own connection to the run's board and shares no lock with the training thread. What it knows of the training
+It has its own connection to the run's store and shares no lock with the training thread. What it knows of the training
 loop it reads from counters that the loop keeps anyway.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from orc.runtime.collectives.board import ANSWER_S as BOARD_S
-from orc.runtime.collectives.board import BoardError, BoardTimeout, next_name, pace
+from orc.runtime.collectives.store import ANSWER_S as STORE_S
+from orc.runtime.collectives.store import StoreError, StoreTimeout, next_name, pace
 from orc.runtime.launch.nccl import collectives_end_after_s
 from orc.runtime.observe.flight_recorder import flight_record, last_collectives
 from orc.runtime.observe.watchdog import (
@@ -30,10 +30,10 @@ from orc.runtime.observe.watchdog import (
     report,
     report_path,
 )
-from orc.runtime.observe.whereabouts import main_place
+from orc.runtime.observe.whereabouts import main_call_site
 
 if TYPE_CHECKING:
-    from orc.runtime.collectives.board import Board
+    from orc.runtime.collectives.store import Store
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.prepared import Prepared
     from orc.runtime.observe.reporter import Reporter
@@ -105,7 +105,7 @@ class Watch:
         store = self.context.store
         limit = self.rules.timeout_s
         if store is not None:  # this rank's own stall must be noticed while rank 0's interpreter answers nobody
-            store = store.clone(BOARD_S if limit is None else min(BOARD_S, limit / 4))
+            store = store.clone(STORE_S if limit is None else min(STORE_S, limit / 4))
         self._arm()  # here, not in the thread: the lock may be gone before the thread has run once
         self._thread = threading.Thread(target=self._run, args=(store,), name="orc-watch", daemon=True)
         self._thread.start()
@@ -142,7 +142,7 @@ class Watch:
 
     # ---- the thread
 
-    def _run(self, store: Board | None) -> None:
+    def _run(self, store: Store | None) -> None:
         self._place = self.position()
         steps = _Pace(self.step())
         since = last = time.monotonic()
@@ -163,10 +163,10 @@ class Watch:
             try:
                 self._unanswered = False
                 self._together(store, beat)
-            except BoardTimeout:
+            except StoreTimeout:
                 self._unanswered = True
                 self._alone(beat)
-            except BoardError:
+            except StoreError:
                 store = None  # it went with rank 0's process; this rank watches itself
 
     def _moved(self) -> bool:
@@ -195,7 +195,7 @@ class Watch:
             answers: dict[int, Beat | None] = {0: None} if self._unanswered else {}
             self._report("stalled", {**answers, beat.rank: self._answer(beat)}, beat, None)
 
-    def _together(self, store: Board, beat: Beat) -> None:
+    def _together(self, store: Store, beat: Beat) -> None:
         prefix, ranks = self._prefix, range(self.context.world_size)
         if self.reporter is not None:
             self.reporter.poll(beat.step, store, prefix)
@@ -229,15 +229,15 @@ class Watch:
 
     def _answer(self, beat: Beat) -> Beat:
         issued = last_collectives(flight_record())
-        return Beat(beat.rank, beat.step, beat.position, beat.idle_s, beat.step_s, main_place(), issued)
+        return Beat(beat.rank, beat.step, beat.position, beat.idle_s, beat.step_s, main_call_site(), issued)
 
-    def _await(self, store: Board, keys: list[str]) -> None:
+    def _await(self, store: Store, keys: list[str]) -> None:
         deadline = time.monotonic() + ANSWER_S
         while not store.check(keys) and time.monotonic() < deadline and not self._closing.wait(0.05):
             pass
 
     def _report(
-        self, kind: str, answers: dict[int, Beat | None], beat: Beat, store: Board | None, done: str = ""
+        self, kind: str, answers: dict[int, Beat | None], beat: Beat, store: Store | None, done: str = ""
     ) -> None:
         self._arm(REPORT_S + ANSWER_S + HEAD_START_S)
         ends = kind == "stalled" and self.rules.ends
@@ -248,7 +248,7 @@ class Watch:
         report(self.context, kind, answers, idle_s=idle_s, ends=ends)
         if not ends:
             return
-        if store is not None:  # the board goes with its process: everybody must have heard everybody first
+        if store is not None:  # the store goes with its process: everybody must have heard everybody first
             store.set(f"{done}/{beat.rank}", "1")
             self._await(store, [f"{done}/{rank}" for rank, one in answers.items() if one is not None])
         if holding_up(answers) and beat.rank not in holding_up(answers):

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from orc.runtime.observe.flight_recorder import LastCollective, flight_record, newest
 from orc.runtime.observe.flight_recorder import behind as behind_in_collectives
-from orc.runtime.observe.whereabouts import WAITING, Place, all_stacks
+from orc.runtime.observe.whereabouts import WAITING, CallSite, all_stacks
 
 if TYPE_CHECKING:
     from orc.runtime.core.config import RuntimeConfig
@@ -80,7 +80,7 @@ class Beat:
     position: tuple[int, ...]
     idle_s: float
     step_s: float | None = None  # typical duration of a step; `None` before the second one
-    place: Place | None = None
+    place: CallSite | None = None
     collectives: Mapping[str, LastCollective] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -108,7 +108,7 @@ class Beat:
             tuple(data["position"]),
             data["idle_s"],
             data["step_s"],
-            Place(**place) if place else None,
+            CallSite(**place) if place else None,
             {group: LastCollective(**last) for group, last in data["collectives"].items()},
         )
 

@@ -1,4 +1,4 @@
-"""Place of a thread, read from its stack on request, so that the thread itself keeps no record of it."""
+"""CallSite of a thread, read from its stack on request, so that the thread itself keeps no record of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WAITS_FOR_DEVICE = re.compile(r"item|tolist|cpu|numpy|float|int|bool|\w*synchro
 
 
 @dataclass(frozen=True)
-class Place:
+class CallSite:
     """Line of the script that a thread executes, the operation it has called there, and the kind of activity.
 
     Attributes:
@@ -73,7 +73,7 @@ def _name(code: CodeType) -> str:
     return getattr(code, "co_qualname", code.co_name)  # 3.11
 
 
-def place_of(frame: FrameType) -> Place:
+def call_site_of(frame: FrameType) -> CallSite:
     """Return the place of the thread with the innermost frame *frame*."""
     frames: list[FrameType] = []
     walk: FrameType | None = frame
@@ -94,7 +94,7 @@ def place_of(frame: FrameType) -> Place:
         activity = "synchronize"
     filename, number = script.f_code.co_filename, script.f_lineno
     line = linecache.getline(filename, number, script.f_globals).strip()
-    return Place(f"{filename}:{number} in {script.f_code.co_name}", line, called, activity)
+    return CallSite(f"{filename}:{number} in {script.f_code.co_name}", line, called, activity)
 
 
 def waits_for_device(frame: FrameType) -> bool:
@@ -125,10 +125,10 @@ def waits_for_device(frame: FrameType) -> bool:
     return _WAITS_FOR_DEVICE.fullmatch(name) is not None
 
 
-def main_place() -> Place:
+def main_call_site() -> CallSite:
     """Return the place of the main thread of this process. Callable from any thread."""
     frames = sys._current_frames()
-    return place_of(frames[threading.main_thread().ident or 0])
+    return call_site_of(frames[threading.main_thread().ident or 0])
 
 
 def all_stacks() -> list[dict[str, Any]]:

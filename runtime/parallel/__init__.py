@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.model_handlers import DistributedDataParallelKwargs
 
-_MODULES = ("context", "copies", "ddp", "fsdp1", "fsdp2", "library", "pp", "sequence", "tensor", "xla")
+_MODULES = ("context", "ddp", "fsdp1", "fsdp2", "library", "pp", "replicas", "sequence", "tensor", "xla")
 
 
 @cache

@@ -32,7 +32,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def agree(model: nn.Module, ctx: RunContext, prepare: Callable[[], None]) -> None:
+def agree_on_model(model: nn.Module, ctx: RunContext, prepare: Callable[[], None]) -> None:
     """Check on all ranks that they have the same model, whose values rank 0 has or makes in *prepare*.
 
     Shared tensors that another rank holds apart, as models made on ``meta`` do, are shared again as on rank 0.

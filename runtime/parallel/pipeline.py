@@ -73,7 +73,7 @@ def prepare_pippy(
         except Exception as raised:  # noqa: BLE001 - raised below, on every process
             error = raised
         facts = None if pipeline is None else (pipeline.points, pipeline.form.names, pipeline.form.rows)
-        told = agree("prepare_pippy", ctx, error, facts)
+        told = gather_or_raise("prepare_pippy", ctx, error, facts)
         if different := [rank for rank, other in enumerate(told) if other != told[0]]:
             raise ValueError(
                 f"prepare_pippy: process {different[0]} splits another model, or with another example, than process 0: "
@@ -101,7 +101,7 @@ def _like(forward: Callable[..., Any], pipeline: Pipeline) -> Callable[..., Any]
     return run
 
 
-def agree(what: str, ctx: RunContext, error: Exception | None, facts: Any = None) -> list[Any]:
+def gather_or_raise(what: str, ctx: RunContext, error: Exception | None, facts: Any = None) -> list[Any]:
     """Return the *facts* of every process, or raise on all of them the *error* of the first one that has one."""
     text = None if error is None else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     told = all_gather_pickled((text, facts), ctx, what)
@@ -153,10 +153,11 @@ class Pipeline:
                 tensors = send_to_device([tensors[index] for index in self.used], ctx.device)
             except Exception as error:  # noqa: BLE001 - raised below, on every process
                 self.error = error
-        rows = agree("the call of a pipeline", ctx, self.error, rows)[0]
+        rows = gather_or_raise("the call of a pipeline", ctx, self.error, rows)[0]
         output = self._run(-(-rows // self.form.rows), tensors)
         leaves = [] if output is None else [one[:rows] for one in ([output] if isinstance(output, Tensor) else output)]
-        shapes = agree("a stage of a pipeline", ctx, self.error, [(one.shape, one.dtype) for one in leaves])[-1]
+        sent = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        shapes = gather_or_raise("a stage of a pipeline", ctx, self.error, sent)[-1]
         if not self.gather_output:
             return self.form.result(leaves) if self.stage.is_last else None
         if not self.stage.is_last:

@@ -26,7 +26,8 @@ class PipelineParallelConfig:
             memory.
         no_split_module_classes: names of classes that ``"auto"`` leaves whole; the model's ``_no_split_modules`` by
             default.
-        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
+        schedule: ``"gpipe"`` (Huang et al., arXiv:1811.06965, section 2), ``"1f1b"`` or ``"interleaved_1f1b"``
+            (Narayanan et al., arXiv:2104.04473, sections 2.2.1 and 2.2.2).
         stages_per_process: stages that each process runs; more than one with ``"interleaved_1f1b"`` alone, which has 2
             by default.
         loss_reduction: ``"mean"`` if *loss_fn* averages over the rows that it gets, ``"sum"`` if it adds them up.

@@ -11,33 +11,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from orc.runtime.collectives.board import BoardError
 from orc.runtime.collectives.exchange import all_gather_flat
+from orc.runtime.collectives.store import StoreError
 from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import OrcRuntimeError
 from orc.runtime.parallel.call_form import CallForm
-from orc.runtime.parallel.parts import Parts
-from orc.runtime.parallel.pipeline import agree
+from orc.runtime.parallel.partition import Partition
+from orc.runtime.parallel.pipeline import gather_or_raise
 from orc.runtime.parallel.pipeline_config import PipelineParallelConfig
 from orc.runtime.parallel.stage_body import StageForward
 
-_BROKEN = "pipeline/broken"  # on the board: how many processes have seen a schedule fail, and who was the first
+_BROKEN = "pipeline/broken"  # on the store: how many processes have seen a schedule fail, and who was the first
 _NO_TARGET = "a pipeline in training needs the target of its batch: model(inputs, target=labels) returns the loss"
 
 
 class PipelineModel(nn.Module):
-    """A model that computes its loss by itself, over the stages of *line*; whole on this process without one.
+    """A model that computes its loss by itself, over the stages of *runner*; whole on this process without one.
 
     ``model(inputs, target=labels)`` is the loss, on every process; in training its ``backward`` adds the gradients.
     ``model(inputs)`` in evaluation is the output, on every process.
     """
 
-    def __init__(self, model: nn.Module, config: PipelineParallelConfig, line: Line | None) -> None:
+    def __init__(self, model: nn.Module, config: PipelineParallelConfig, runner: StageRunner | None) -> None:
         super().__init__()
         self.module = model
         self.config_of_pipeline = config
-        self.line = line
+        self.runner = runner
         self.training = model.training
 
     def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
@@ -56,8 +56,8 @@ class PipelineModel(nn.Module):
             OrcRuntimeError: a stage has failed on another process. On every process.
         """
         trains = self.training and torch.is_grad_enabled()
-        if self.line is not None:
-            return self.line.train(args, kwargs, target) if trains else self.line.infer(args, kwargs, target)
+        if self.runner is not None:
+            return self.runner.train(args, kwargs, target) if trains else self.runner.infer(args, kwargs, target)
         if trains and target is None:
             raise ValueError(_NO_TARGET)
         if trains and self.config_of_pipeline.activation_checkpointing:
@@ -76,7 +76,7 @@ class PipelineModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-class Line:
+class StageRunner:
     """Stages of this process, and the schedules that run them together with those of the others.
 
     Args:
@@ -88,7 +88,7 @@ class Line:
         outputs: examples of the tensors in the output.
         config: of the pipeline.
         ctx: the run.
-        parts: who has which parameters.
+        partition: who has which parameters.
         chunks: micro-batches of a batch.
     """
 
@@ -102,11 +102,11 @@ class Line:
         outputs: Sequence[Tensor],
         config: PipelineParallelConfig,
         ctx: RunContext,
-        parts: Parts,
+        partition: Partition,
         chunks: int,
     ) -> None:
         self._model, self._forward, self._form, self._used = model, forward, form, used
-        self._stages, self._outputs, self._config, self._ctx, self.parts = stages, outputs, config, ctx, parts
+        self._stages, self._outputs, self._config, self._ctx, self.partition = stages, outputs, config, ctx, partition
         self._chunks = chunks
         self._is_first = any(stage.is_first for stage in stages[True])
         self._is_last = any(stage.is_last for stage in stages[True])
@@ -170,7 +170,8 @@ class Line:
         loss = self._told(loss)
         if target is not None:
             return loss
-        group, last = self.parts.ctx.require_group("the output"), self.parts.global_rank(self.parts.ctx.world_size - 1)
+        ranks = self.partition.ctx
+        group, last = ranks.require_group("the output"), self.partition.global_rank(ranks.world_size - 1)
         if not self._is_last:
             device = self._ctx.device
             leaves = [torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device=device) for one in self._outputs]
@@ -212,14 +213,14 @@ class Line:
         Nothing makes them fail before: they wait in torch for what this process does not send any more, and gloo can
         close no connection as long as the group lives.
         """
-        ctx, board = self._ctx, self._ctx.store
+        ctx, store = self._ctx, self._ctx.store
         reason = f"process {ctx.rank} ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-        if board is not None:
+        if store is not None:
             try:
-                if board.add(_BROKEN, 1) == 1:
-                    board.set(f"{_BROKEN}/by", reason)
-                reason = board.get(f"{_BROKEN}/by").decode()
-            except BoardError:  # rank 0 is gone: the connection says so
+                if store.add(_BROKEN, 1) == 1:
+                    store.set(f"{_BROKEN}/by", reason)
+                reason = store.get(f"{_BROKEN}/by").decode()
+            except StoreError:  # rank 0 is gone: the connection says so
                 pass
         return OrcRuntimeError(
             f"the schedule of the pipeline broke off on {reason}. It cannot go on: let the error end the process, "
@@ -267,8 +268,8 @@ class Line:
         all_gather_flat(told, mine.to(ctx.control_device), ctx.require_group("the loss of a pipeline"))
         losses = told.cpu().view(-1, 2)
         if losses[:, 1].any():
-            agree("a stage of a pipeline", ctx, error)
-        last = self.parts.global_rank(self.parts.ctx.world_size - 1)
+            gather_or_raise("a stage of a pipeline", ctx, error)
+        last = self.partition.global_rank(self.partition.ctx.world_size - 1)
         return losses[last, 0].to(ctx.device, torch.get_default_dtype())
 
     # ---- gradients
@@ -278,27 +279,27 @@ class Line:
 
     def _join(self, gradients: dict[int, Tensor | None]) -> None:
         """Add up the *gradients* of parameters that several stages have, on each of them, in place."""
-        place, group = self.parts.ctx.rank, None
+        place, group = self.partition.ctx.rank, None
         own = dict(self._model.named_parameters(remove_duplicate=False))
-        for name in sorted(self.parts.holders):
-            first, *others = self.parts.holders[name]
+        for name in sorted(self.partition.holders):
+            first, *others = self.partition.holders[name]
             if place not in (first, *others) or id(own[name]) not in gradients:
                 continue
             gradient = gradients[id(own[name])]
             if gradient is None:  # another stage may have one, and waits
                 gradient = gradients[id(own[name])] = torch.zeros_like(own[name])
-            group = group or self.parts.ctx.require_group("shared parameters")
+            group = group or self.partition.ctx.require_group("shared parameters")
             local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
             if place != first:
-                dist.send(local.contiguous(), self.parts.global_rank(first), group)
-                dist.recv(local, self.parts.global_rank(first), group)
+                dist.send(local.contiguous(), self.partition.global_rank(first), group)
+                dist.recv(local, self.partition.global_rank(first), group)
                 continue
             for other in others:
                 received = torch.empty_like(local)
-                dist.recv(received, self.parts.global_rank(other), group)
+                dist.recv(received, self.partition.global_rank(other), group)
                 local.add_(received)
             for other in others:
-                dist.send(local.contiguous(), self.parts.global_rank(other), group)
+                dist.send(local.contiguous(), self.partition.global_rank(other), group)
 
 
 class _Gradients(torch.autograd.Function):
@@ -332,17 +333,17 @@ def schedule(name: str, stages: Sequence[Any], chunks: int, loss: Callable[..., 
     return kind(list(stages) if name == "interleaved_1f1b" else stages[0], chunks, **options)
 
 
-def _shield(stage: Any, line: Line) -> None:
+def _shield(stage: Any, runner: StageRunner) -> None:
     """Let *stage* send zeros back when its backward has failed: its neighbours wait for them."""
     backward = stage.backward_one_chunk
 
     def shielded(number: int, *args: Any, last_backward: bool = False, **kwargs: Any) -> None:
-        if line._sharded():  # gradients are reduced once, when those of all micro-batches are there
-            line._model.set_requires_gradient_sync(last_backward)  # type: ignore[operator]
+        if runner._sharded():  # gradients are reduced once, when those of all micro-batches are there
+            runner._model.set_requires_gradient_sync(last_backward)  # type: ignore[operator]
         try:
             backward(number, *args, last_backward=last_backward, **kwargs)
         except Exception as error:  # noqa: BLE001 - raised on every process when all have finished
-            line._forward.error = line._forward.error or error.__cause__ or error  # type: ignore[assignment]
+            runner._forward.error = runner._forward.error or error.__cause__ or error  # type: ignore[assignment]
             stage.fwd_cache.pop(number, None)
             buffers = [getattr(one, "buffer", None) for one in stage.args_recv_info[number]]
             stage.bwd_cache[number] = tuple(

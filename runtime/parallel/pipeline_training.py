@@ -13,10 +13,10 @@ from torch import nn
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.call_form import CallForm
-from orc.runtime.parallel.parts import Parts, keep_only, parts_of, set_parts
-from orc.runtime.parallel.pipeline import agree
+from orc.runtime.parallel.partition import Partition, keep_only, partition_of, set_partition
+from orc.runtime.parallel.pipeline import gather_or_raise
 from orc.runtime.parallel.pipeline_config import PipelineParallelConfig
-from orc.runtime.parallel.pipeline_model import Line, PipelineModel
+from orc.runtime.parallel.pipeline_model import PipelineModel, StageRunner
 from orc.runtime.parallel.precision.forward import AutocastForward, unwrap_forward
 from orc.runtime.parallel.replacements import move, named_parameters, note_stages
 from orc.runtime.parallel.stage_body import Body, Stage, StageForward
@@ -48,7 +48,7 @@ def into_stages(model: nn.Module, config: PipelineParallelConfig, ctx: RunContex
         cut = _Cut(model, config, ctx, mine, chunks)
     except Exception as raised:  # noqa: BLE001 - raised below, on every process
         error = raised
-    told = agree("prepare", ctx, error, None if cut is None else cut.facts)
+    told = gather_or_raise("prepare", ctx, error, None if cut is None else cut.facts)
     if different := [rank for rank, other in enumerate(told) if other != told[0]]:
         raise ValueError(
             f"process {different[0]} splits another model, or with another example, than process 0: "
@@ -61,11 +61,11 @@ def into_stages(model: nn.Module, config: PipelineParallelConfig, ctx: RunContex
     object.__setattr__(model, "forward", autocast or forward)
     # A stage is gathered whole when it runs: nothing calls the modules inside.
     object.__setattr__(model, "one_unit", "a stage of a pipeline")
-    set_parts(model, cut.parts)
+    set_partition(model, cut.partition)
     if place:
         move(model, ctx.device)
-    _share_values(model, cut.parts)
-    line = Line(
+    _share_values(model, cut.partition)
+    runner = StageRunner(
         model,
         forward,
         cut.form,
@@ -74,11 +74,11 @@ def into_stages(model: nn.Module, config: PipelineParallelConfig, ctx: RunContex
         cut.outputs,
         config,
         ctx,
-        cut.parts,
+        cut.partition,
         chunks,
     )
     cut.forget()
-    return PipelineModel(model, config, line)
+    return PipelineModel(model, config, runner)
 
 
 class _Cut:
@@ -173,7 +173,7 @@ class _Cut:
                 f"stage {missing[0]} has no parameter that is trained, so that nothing can be sent back through it; "
                 "choose other split_points"
             )
-        self.parts = Parts(
+        self.partition = Partition(
             self._mine,
             list(model.state_dict()),
             {name: first[id(one)] for name, one in tensors.items() if first[id(one)] != name},
@@ -197,7 +197,7 @@ class _Cut:
             body.release()
         parameters = named_parameters(model)
         group = self._mine.require_group("a pipeline")
-        note_stages(parameters, self._kept & parameters.keys(), self.parts.elsewhere, group)
+        note_stages(parameters, self._kept & parameters.keys(), self.partition.elsewhere, group)
         keep_only(model, self._kept)
         return StageForward(model, bodies, ctx.device, config.activation_checkpointing)
 
@@ -220,23 +220,23 @@ def _received(traced: Traced, number: int) -> list[Any]:
 
 
 def _refuse(model: nn.Module) -> None:
-    if parts_of(model) is not None or hasattr(model, "hf_split_points"):
+    if partition_of(model) is not None or hasattr(model, "hf_split_points"):
         raise ContextError("this model is a pipeline already; prepare a new copy of it")
     if empty := next((name for name, weight in model.named_parameters() if weight.is_meta), None):
         raise ValueError(f"{empty} is on the meta device: a pipeline is cut from a model with weights, on the CPU")
 
 
-def _share_values(model: nn.Module, parts: Parts) -> None:
+def _share_values(model: nn.Module, partition: Partition) -> None:
     """Give parameters that several stages have the values of the first one."""
     own = named_parameters(model)
-    for name in sorted(parts.holders):
-        places: Iterable[int] = parts.holders[name]
+    for name in sorted(partition.holders):
+        places: Iterable[int] = partition.holders[name]
         first, *others = places
-        group = parts.ctx.require_group("shared parameters")
-        if parts.ctx.rank == first:
+        group = partition.ctx.require_group("shared parameters")
+        if partition.ctx.rank == first:
             for other in others:
-                dist.send(own[name].data.contiguous(), parts.global_rank(other), group)
-        elif parts.ctx.rank in others:
+                dist.send(own[name].data.contiguous(), partition.global_rank(other), group)
+        elif partition.ctx.rank in others:
             received = torch.empty_like(own[name].data).contiguous()
-            dist.recv(received, parts.global_rank(first), group)
+            dist.recv(received, partition.global_rank(first), group)
             own[name].data.copy_(received)

@@ -11,21 +11,21 @@ from orc.runtime.core.prepared import GradientSync, Layout, Prepared, PreparedMo
 from orc.runtime.parallel import extract_model_from_parallel, is_sharded, parallelizers
 
 if TYPE_CHECKING:
-    from orc.runtime.parallel.parts import Parts
+    from orc.runtime.parallel.partition import Partition
 
 
 def described(model: nn.Module) -> PreparedModel:
     """Return the record of *model* as it is now: when it has been prepared, or of one that never is."""
-    from orc.runtime.parallel.parts import parts_of  # an Accelerator that prepares no model needs none
+    from orc.runtime.parallel.partition import partition_of  # an Accelerator that prepares no model needs none
 
-    parts, cut = parts_of(model), is_sharded(model)
+    partition, cut = partition_of(model), is_sharded(model)
     return PreparedModel(
         model=model,
         bare=extract_model_from_parallel(model, keep_torch_compile=False),
         gradients=_gradients(model),
-        layout=_layout(model, parts, cut),
+        layout=_layout(model, partition, cut),
         cut=cut,
-        parts=parts,
+        partition=partition,
     )
 
 
@@ -50,13 +50,13 @@ def _gradients(model: nn.Module) -> GradientSync:
     return GradientSync(inside, next((one for one in parallelizers() if one.no_sync(inside) is not None), None))
 
 
-def _layout(model: nn.Module, parts: Parts | None, cut: bool) -> Layout:
+def _layout(model: nn.Module, partition: Partition | None, cut: bool) -> Layout:
     from orc.runtime.parallel.fsdp import is_instance
     from orc.runtime.parallel.library import PARALLELIZER
 
     if PARALLELIZER.unwrap(model) is not None:
         return Layout.OF_ENGINE
-    if parts is not None:
+    if partition is not None:
         return Layout.STAGED
     if cut:
         flattened = any(is_instance(module, "FullyShardedDataParallel") for module in model.modules())

@@ -2,6 +2,9 @@
 
 torch has it for the attention kernels of GPUs, in ``torch.distributed.tensor.experimental.context_parallel``. On the
 CPU the same rounds of the ring run here with the kernel of the CPU, which torch does not name among them.
+
+Sources: Liu et al., Ring Attention with Blockwise Transformers, arXiv:2310.01889, section 3; which two chunks each rank
+has, so that all compute as much: The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.2.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Sequence parallelism: the processes along ``sp`` share out the tokens of each sequence, and in attention the heads.
 
 Loaders yield pieces of sequences. In attention an all-to-all exchanges them for whole sequences of some of the heads,
-as DeepSpeed Ulysses does, and another one exchanges them back.
+and another one exchanges them back.
+
+Source: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509, section 3.
 """
 
 from __future__ import annotations

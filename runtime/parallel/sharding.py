@@ -1,4 +1,8 @@
-"""Steps of both versions of sharded data parallelism before they shard: choose units and mesh, agree, give values."""
+"""Steps of both versions of sharded data parallelism before they shard: choose units and mesh, agree, give values.
+
+Sources: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5; copies of shards (HSDP): Zhao et al., PyTorch FSDP,
+arXiv:2304.11277, section 3.2.2.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from torch import Tensor, nn
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.core.topology import LOSS_DIMENSIONS
-from orc.runtime.parallel.materialize import Missing, agree, initialize
+from orc.runtime.parallel.materialize import Missing, agree_on_model, initialize
 from orc.runtime.parallel.shards import local_part
 from orc.runtime.parallel.wrap_policy import units
 
@@ -65,7 +69,7 @@ def agree_on_values(model: nn.Module, ctx: RunContext, plugin: FullyShardedDataP
             raise ValueError("the model has no values (on `meta`): sync_module_states must be on to share rank 0's")
         initialize(model, plugin.param_init_fn)
 
-    agree(model, ctx.topology.data_context, values_of_rank_0)  # those that share the shards of these parameters
+    agree_on_model(model, ctx.topology.data_context, values_of_rank_0)  # with those that share the shards
     return Missing(model)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.base import Request, shards_problem
-from orc.runtime.parallel.materialize import Missing, agree, initialize
+from orc.runtime.parallel.materialize import Missing, agree_on_model, initialize
 from orc.runtime.parallel.tensor_plan import cut_dimension, plan_of, styles_of
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class TensorParallel:
             return model
         styles = styles_of(model, handler, size)
         tied = _tied(model, styles)
-        agree(model, ctx, lambda: initialize(model, getattr(request.options.get("fsdp"), "param_init_fn", None)))
+        init_fn = getattr(request.options.get("fsdp"), "param_init_fn", None)
+        agree_on_model(model, ctx, lambda: initialize(model, init_fn))
         missing = Missing(model)
         trained = sharding.Trained(model, mixed)
         mesh = ctx.topology.submesh("tp")

@@ -18,7 +18,7 @@ from orc.runtime.preemption.preemption import Preempted, Preemption
 
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.run import RunCheckpoints
-    from orc.runtime.checkpoint.storage.remote import Place
+    from orc.runtime.checkpoint.storage.remote import Location
     from orc.runtime.core.context import RunContext
     from orc.runtime.observe.meter import Meter
 
@@ -38,7 +38,7 @@ class Boundary:
     def __init__(
         self,
         checkpoints: RunCheckpoints,
-        save: Callable[[], Place],
+        save: Callable[[], Location],
         preemption: Preemption,
         progress: ProgressFile | None = None,
         every: int | None = None,
@@ -56,7 +56,7 @@ class Boundary:
 
     @classmethod
     def of(
-        cls, context: RunContext, checkpoints: RunCheckpoints, save: Callable[[], Place], meter: Meter | None = None
+        cls, context: RunContext, checkpoints: RunCheckpoints, save: Callable[[], Location], meter: Meter | None = None
     ) -> Boundary:
         """From the configuration. Raises `ConfigError` when checkpoints are wanted but there is no place for them."""
         every = context.config.checkpoint_every

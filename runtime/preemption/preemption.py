@@ -5,17 +5,17 @@ A checkpoint needs all ranks at the same place, so they agree on a *stop*, count
 that a rank has passed, and all ranks pass the same boundaries in the same order.
 
 1. The signal handler of a rank sets a flag; nothing else is safe in a handler.
-2. Each rank has a watcher, a thread with a connection of its own to the run's board. It looks twice a second
+2. Each rank has a watcher, a thread with a connection of its own to the run's store. It looks twice a second
    (less often in a run of hundreds of ranks). A watcher
    that finds its rank's flag writes the key ``notice``; every watcher that finds ``notice`` goes on with 3.
 3. The watcher of rank ``r`` takes the rank's tick ``t_r`` and, under the same lock, sets the rank's *limit* to
-   ``t_r + 1``. Then it writes ``t_r`` to the board, waits for the ticks of all ranks, and sets
+   ``t_r + 1``. Then it writes ``t_r`` to the store, waits for the ticks of all ranks, and sets
    ``stop = max(t) + 1``. A boundary that the script has asked about ahead (`Preemption.due`), and was told to pass,
    counts as passed.
 4. At each boundary the main thread counts its tick. Below its limit it goes on without looking further. At its limit
    or beyond it waits until the watcher has set ``stop``, and goes on if the boundary is below ``stop``. At ``stop``
    the run is saved and ends.
-5. The board goes with the process of rank 0, so that rank does not end before all know ``stop``.
+5. The store goes with the process of rank 0, so that rank does not end before all know ``stop``.
 
 No rank passes ``stop``: it cannot pass its limit before it knows ``stop``, and its limit is at most ``stop``. No
 deadlock with the collectives of training: what a rank waits for in 4 depends on watchers alone, never on the progress
@@ -38,11 +38,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from orc.runtime.collectives.board import BoardError, BoardTimeout, next_name, pace
+from orc.runtime.collectives.store import StoreError, StoreTimeout, next_name, pace
 from orc.runtime.core.errors import OrcRuntimeError
 
 if TYPE_CHECKING:
-    from orc.runtime.collectives.board import Board
+    from orc.runtime.collectives.store import Store
     from orc.runtime.core.context import RunContext
 
 EXIT_STATUS = 75  # "run me again", as agents and schedulers read it
@@ -209,11 +209,11 @@ class Preemption:
             )
         if self._stop is None:
             raise PreemptionError(
-                f"rank {self.rank} was told to stop but cannot reach the run's board: {self._failure}"
+                f"rank {self.rank} was told to stop but cannot reach the run's store: {self._failure}"
             ) from self._failure
         return now >= self._stop
 
-    def _watch(self, store: Board) -> None:
+    def _watch(self, store: Store) -> None:
         told = False
         try:
             while not self._closing.wait(self._poll_s):
@@ -223,17 +223,17 @@ class Preemption:
                         store.set(f"{self._prefix}/notice", json.dumps(notice))
                         told = True
                     noticed = store.check([f"{self._prefix}/notice"])
-                except BoardTimeout:  # rank 0's interpreter is busy with something else, for long
+                except StoreTimeout:  # rank 0's interpreter is busy with something else, for long
                     continue
                 if noticed:
                     self._agree(store)
                     return
-        except BoardError as error:
-            # The board goes with rank 0's process. Without it nothing can be agreed; who waits is told.
+        except StoreError as error:
+            # The store goes with rank 0's process. Without it nothing can be agreed; who waits is told.
             self._failure = error
             self._settled.set()
 
-    def _agree(self, store: Board) -> None:
+    def _agree(self, store: Store) -> None:
         with self._lock:
             mine = self._passed
             self._limit = mine + 1

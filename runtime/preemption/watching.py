@@ -43,9 +43,9 @@ class Watching:
 
         Notices.of(self.ctx)
         if self.ctx.world_size > 1:
-            from orc.runtime.checkpoint.replication.absence import Attendant
+            from orc.runtime.checkpoint.replication.absence import Responder
 
-            Attendant.of(self.ctx, self._engine.prepared)
+            Responder.of(self.ctx, self._engine.prepared)
         watch = Watch.of(self.ctx)
         if watch is not None:
             watch.add(self._engine.prepared, lambda: self._checkpointing.checkpoints.base_step)

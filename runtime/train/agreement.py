@@ -42,7 +42,7 @@ class _Record(NamedTuple):
     models: Sequence[bytes]
 
 
-def agree(objects: Sequence[Any], engine: Engine, options: Options) -> None:
+def check_agreement(objects: Sequence[Any], engine: Engine, options: Options) -> None:
     """Compare on all ranks how they train, and the *objects* of one `prepare`.
 
     A collective where something is trained. A loader or a model for evaluation is prepared without the others: by one

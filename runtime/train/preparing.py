@@ -74,9 +74,9 @@ class Preparation:
         else:
             placement = list(device_placement)
         if self.ctx.distributed:
-            from orc.runtime.train.agreement import agree
+            from orc.runtime.train.agreement import check_agreement
 
-            agree(args, self.engine, self.options)
+            check_agreement(args, self.engine, self.options)
         result = self.engine.prepare(self.precision.together(args, self.ctx), placement, self)
         return result[0] if len(result) == 1 else tuple(result)
 
@@ -226,7 +226,7 @@ class Preparation:
             step_with_optimizer=self.options.step_scheduler_with_optimizer,
             split_batches=self.options.dataloader.split_batches,
             gradient=self.ctx.gradient,
-            num_processes=self.ctx.topology.take_share()[1],
+            num_processes=self.ctx.topology.pin_data_share()[1],
         )
         self.prepared.schedulers.append(prepared)
         return prepared

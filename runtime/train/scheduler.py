@@ -45,7 +45,7 @@ class AcceleratedScheduler:
 
             ctx = current_context()
             gradient = gradient or ctx.gradient
-            num_processes = num_processes or ctx.topology.take_share()[1]
+            num_processes = num_processes or ctx.topology.pin_data_share()[1]
         self.scheduler = scheduler
         self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.step_with_optimizer = step_with_optimizer

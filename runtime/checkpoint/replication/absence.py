@@ -1,8 +1,8 @@
 """Absence: how a rank that waits in a save finds out that others will not come.
 
 ``if accelerator.is_main_process: accelerator.save_state()`` leaves the others training, until they wait for the main
-process in their next collective. A thread of every rank looks about once a second whether somebody on the board asks
-for its standing, and answers. Nobody asks where all ranks come within half a second.
+process in their next collective. A thread of every rank looks about once a second whether somebody on the store asks
+for its state, and answers. Nobody asks where all ranks come within half a second.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from orc.runtime.checkpoint.errors import RanksElsewhere
-from orc.runtime.checkpoint.replication.standing import Standing, stands_still, stays_away
-from orc.runtime.collectives.board import BoardError, BoardTimeout, next_name, pace
+from orc.runtime.checkpoint.replication.rank_state import RankState, absence_reason, is_blocked
+from orc.runtime.collectives.store import StoreError, StoreTimeout, next_name, pace
 
 if TYPE_CHECKING:
-    from orc.runtime.collectives.board import Board
+    from orc.runtime.collectives.store import Store
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.prepared import Prepared
 
 POLL_S = 1.0
 GRACE_S = 0.5  # ranks come one after the other
-LOOK_S = 0.1  # between looks at answers, on rank 0, where the board is
+LOOK_S = 0.1  # between looks at answers, on rank 0, where the store is
 PATIENCE_S = 5.0  # before the others ask what rank 0 does
 ANSWER_S = 5.0
 
 
-class Attendant:
+class Responder:
     """The thread of a rank that answers for it. Made by `of`."""
 
-    def __init__(self, context: RunContext, store: Board) -> None:
-        self.prefix = f"orc/{next_name(context, 'standing')}"
+    def __init__(self, context: RunContext, store: Store) -> None:
+        self.prefix = f"orc/{next_name(context, 'state')}"
         self.ranks = context.world_size
         # Not kept alive: a training that is over leaves its models to the garbage collector.
         self._prepared: list[weakref.ref[Prepared]] = []
@@ -50,42 +50,42 @@ class Attendant:
         self._answered = 0
         self._closing = threading.Event()
         atexit.register(self._leave)
-        threading.Thread(target=self._run, name="orc-standing", daemon=True).start()
+        threading.Thread(target=self._run, name="orc-state", daemon=True).start()
 
     @classmethod
-    def of(cls, context: RunContext, prepared: Prepared | None = None) -> Attendant | None:
-        """The one of *context*, answering for *prepared* too; `None` where ranks are not processes with a board."""
+    def of(cls, context: RunContext, prepared: Prepared | None = None) -> Responder | None:
+        """The one of *context*, answering for *prepared* too; `None` where ranks are not processes with a store."""
         if context.world_size == 1:
             return None
         if context not in _known:
             if prepared is None or context.store is None or context.mirrored or not context.key:
                 return None
             _known[context] = cls(context, context.store)
-        attendant = _known[context]
-        if prepared is not None and not any(prepared is one for one in attendant.prepared()):
-            attendant._prepared.append(weakref.ref(prepared))
-        return attendant
+        responder = _known[context]
+        if prepared is not None and not any(prepared is one for one in responder.prepared()):
+            responder._prepared.append(weakref.ref(prepared))
+        return responder
 
     def prepared(self) -> list[Prepared]:
         """Return what the Accelerators that are still there have prepared, in order."""
         return [one for reference in self._prepared if (one := reference()) is not None]
 
-    def standing(self) -> Standing:
+    def state(self) -> RankState:
         """Return that of this rank, now."""
-        return Standing.here(self.prepared())
+        return RankState.here(self.prepared())
 
     def _run(self) -> None:
         while not self._closing.wait(self._poll_s) and self._context() is not None:
             try:
                 self._answer()
-            except BoardTimeout:
+            except StoreTimeout:
                 continue  # rank 0 is busy
-            except BoardError:
+            except StoreError:
                 return  # it is gone
 
     def _answer(self) -> None:
         while self._store.check([asked := f"{self.prefix}/{self._rank}/{self._answered}"]):
-            self._store.set(f"{asked}/answer", self.standing().to_json())
+            self._store.set(f"{asked}/answer", self.state().to_json())
             self._store.delete_key(asked)
             self._answered += 1
 
@@ -93,31 +93,31 @@ class Attendant:
         if os.getpid() != self._pid:
             return
         self._closing.set()
-        with contextlib.suppress(BoardError):  # nobody is left to know it
+        with contextlib.suppress(StoreError):  # nobody is left to know it
             self._store.set(f"{self.prefix}/{self._rank}/ended", "")
 
 
 class Absence:
     """Waits for ranks, as long as they may come; of one save, on one rank."""
 
-    def __init__(self, attendant: Attendant) -> None:
-        self._attendant = attendant
+    def __init__(self, responder: Responder) -> None:
+        self._responder = responder
         self._asked: dict[int, str] = {}  # where each rank is going to answer
-        self._before: dict[int, Standing] = {}  # how each was first found where it still is
+        self._before: dict[int, RankState] = {}  # how each was first found where it still is
         self._reasons: dict[int, str] = {}  # by the last answer of each
         self._next = 0.0
 
     @classmethod
     def of(cls, context: RunContext) -> Absence | None:
         """Return the instance for a save of *context*; `None` where no rank could answer."""
-        attendant = Attendant.of(context)
-        return None if attendant is None else cls(attendant)
+        responder = Responder.of(context)
+        return None if responder is None else cls(responder)
 
-    def wait_for_ranks(self, store: Board, keys: Sequence[str], timeout: timedelta) -> None:
+    def wait_for_ranks(self, store: Store, keys: Sequence[str], timeout: timedelta) -> None:
         """Return when the *keys*, one by each rank, are there.
 
         Raises:
-            BoardTimeout: some are not after *timeout*.
+            StoreTimeout: some are not after *timeout*.
             RanksElsewhere: nobody who is missing will come.
         """
         end = time.monotonic() + timeout.total_seconds()
@@ -127,20 +127,20 @@ class Absence:
             try:
                 store.wait(keys, timedelta(seconds=max(min(left, slice_s), 0.001)))
                 return
-            except BoardTimeout:
+            except StoreTimeout:
                 if left <= slice_s:
                     raise
-            slice_s = LOOK_S * pace(self._attendant.ranks)
+            slice_s = LOOK_S * pace(self._responder.ranks)
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             reasons = self.reasons(store, missing)
             if reasons and not any(store.check([keys[rank]]) for rank in missing):
                 raise RanksElsewhere(reasons)
 
-    def wait_for_verdict(self, store: Board, key: str, note: str, timeout: timedelta) -> None:
+    def wait_for_verdict(self, store: Store, key: str, note: str, timeout: timedelta) -> None:
         """Return when rank 0 has written *key*. Where it has left a *note* of a save of its own, it may not come.
 
         Raises:
-            BoardTimeout: it has not after *timeout*.
+            StoreTimeout: it has not after *timeout*.
             RanksElsewhere: it will not.
         """
         end = time.monotonic() + timeout.total_seconds()
@@ -150,16 +150,16 @@ class Absence:
             try:
                 store.wait([key], timedelta(seconds=max(min(left, slice_s), 0.001)))
                 return
-            except BoardTimeout:
+            except StoreTimeout:
                 if left <= slice_s:
                     raise
-            slice_s = POLL_S * pace(self._attendant.ranks)
+            slice_s = POLL_S * pace(self._responder.ranks)
             if store.check([note]) and (reasons := self.reasons(store, [0])) and not store.check([key]):
                 raise RanksElsewhere(reasons)
 
-    def reasons(self, store: Board, missing: Sequence[int]) -> dict[int, str]:
+    def reasons(self, store: Store, missing: Sequence[int]) -> dict[int, str]:
         """Return why each of the *missing* ranks will not come; empty while one of them may."""
-        prefix = self._attendant.prefix
+        prefix = self._responder.prefix
         now = time.monotonic()
         if now >= self._next:
             for rank in missing:
@@ -167,19 +167,19 @@ class Absence:
                     number = store.add(f"{prefix}/{rank}/count", 1) - 1
                     self._asked[rank] = f"{prefix}/{rank}/{number}"
                     store.set(self._asked[rank], "")
-            self._next = now + POLL_S * pace(self._attendant.ranks)
-        here = self._attendant.standing()
+            self._next = now + POLL_S * pace(self._responder.ranks)
+        here = self._responder.state()
         for rank in missing:
             if store.check([f"{prefix}/{rank}/ended"]):
                 self._reasons[rank] = "has ended"
             elif rank in self._asked and store.check([answer := f"{self._asked[rank]}/answer"]):
-                found = Standing.from_json(store.get(answer))
+                found = RankState.from_json(store.get(answer))
                 store.delete_key(answer)
                 del self._asked[rank]
                 before = self._before.get(rank)
-                if before is None or not stands_still(before, found):
+                if before is None or not is_blocked(before, found):
                     before = self._before[rank] = found
-                reason = stays_away(here, before, found)
+                reason = absence_reason(here, before, found)
                 self._reasons.pop(rank, None)
                 if reason is not None:
                     self._reasons[rank] = reason
@@ -187,4 +187,4 @@ class Absence:
         return reasons if len(reasons) == len(missing) else {}
 
 
-_known: WeakKeyDictionary[RunContext, Attendant] = WeakKeyDictionary()
+_known: WeakKeyDictionary[RunContext, Responder] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Files from one rank to others over the run's board, in pieces.
+"""Files from one rank to others over the run's store, in pieces.
 
 It is there whatever the process group is made of, needs no further port, and threads may use it beside the training.
 Everything passes through rank 0's process, so it is for what is rare or small: the random states of
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
-from orc.runtime.collectives.board import BoardError
+from orc.runtime.collectives.store import StoreError
 
 if TYPE_CHECKING:
-    from orc.runtime.collectives.board import Board
+    from orc.runtime.collectives.store import Store
 
 PIECE = 4 * 1024 * 1024  # bytes; all that is on its way lies in rank 0's memory
-_AHEAD = 4  # pieces on the board that have not been read
+_AHEAD = 4  # pieces on the store that have not been read
 _DATA, _END, _FAILED = b"d", b".", b"!"
 _INDEX = 4  # bytes
 
@@ -29,7 +29,7 @@ _INDEX = 4  # bytes
 class Relay:
     """A transfer of files. Sender and readers use the same *prefix*, which no transfer has used before."""
 
-    def __init__(self, store: Board, prefix: str, patience_s: float) -> None:
+    def __init__(self, store: Store, prefix: str, patience_s: float) -> None:
         self._store = store
         self._prefix = prefix
         self._patience_s = patience_s
@@ -133,7 +133,7 @@ class Relay:
     def _wait(self, key: str, who: str) -> None:
         try:
             self._store.wait([key], timedelta(seconds=self._patience_s))
-        except BoardError as error:
+        except StoreError as error:
             raise CheckpointError(f"{who} did not come within {self._patience_s:g} s ({error})") from None
 
 

@@ -18,7 +18,7 @@ from orc.runtime.checkpoint.format.manifest import (
     read_manifest,
     size_problems,
 )
-from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
+from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.storage.durable import (
     FileRecord,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _PATIENCE_S = 3600.0  # for the slowest disk and network
 
 
-def complete(meeting: Meeting, sites: Sites, destination: Destination) -> dict[str, FileRecord]:
+def complete(barrier: Barrier, sites: Sites, destination: Destination) -> dict[str, FileRecord]:
     """Give every site the files of this save that only others have; those that came here, on the leading rank.
 
     They are what each rank writes for itself (its random states), and files of hooks.
@@ -47,7 +47,7 @@ def complete(meeting: Meeting, sites: Sites, destination: Destination) -> dict[s
         OSError: the same, on this one.
     """
     here = destination.present() if sites.leads else []
-    plan = meeting.hold("save_state (exchanging)", here, lambda present: _transfers(sites, present))
+    plan = barrier.hold("save_state (exchanging)", here, lambda present: _transfers(sites, present))
     mine = set(here)
 
     def create(name: str) -> Hashing | None:
@@ -56,7 +56,7 @@ def complete(meeting: Meeting, sites: Sites, destination: Destination) -> dict[s
     received: dict[str, FileRecord] = {}
     failure: Exception | None = None
     for sender, names, readers in plan:
-        relay = meeting.relay()
+        relay = barrier.relay()
         try:
             if sites.rank == sender:
                 relay.send(destination.path(), names, len(readers))
@@ -84,12 +84,12 @@ def _transfers(sites: Sites, present: list[list[str]]) -> list[tuple[int, list[s
 
 
 def provide(
-    meeting: Meeting, sites: Sites, directory: Path, identity: str, tell: Callable[[str], None]
+    barrier: Barrier, sites: Sites, directory: Path, identity: str, tell: Callable[[str], None]
 ) -> tuple[Path, Manifest]:
     """The checkpoint *directory*, verified on every site; sites that lack it, or whose copy is damaged, get another's.
 
     Args:
-        meeting: where the ranks agree.
+        barrier: where the ranks agree.
         sites: those of the directory, more than one.
         directory: may be another path on every machine.
         identity: of the manifest.
@@ -98,11 +98,11 @@ def provide(
     Raises:
         CheckpointError: on every rank; no site has it whole, or it could not be copied.
     """
-    holders, texts = meeting.hold(
+    holders, texts = barrier.hold(
         "load_state (verifying)",
         _trouble(sites, locate(directory), identity),
         lambda troubles: _holders(sites, troubles),
-        timeout_s=max(meeting.timeout_s, _PATIENCE_S),
+        timeout_s=max(barrier.timeout_s, _PATIENCE_S),
     )
     if sites.rank == 0:
         for text in texts:
@@ -118,8 +118,8 @@ def provide(
             except CheckpointError as failure:
                 error = str(failure)
         reports = [error, names]
-        names = meeting.hold("load_state (copying)", reports, lambda values: _names_of(values, source))
-        relay = meeting.relay()
+        names = barrier.hold("load_state (copying)", reports, lambda values: _names_of(values, source))
+        relay = barrier.relay()
         try:
             if sites.rank == source:
                 relay.send(locate(directory), names, len(lacking))
@@ -127,7 +127,7 @@ def provide(
                 _receive(lambda create: relay.receive(names, create), directory, sites.mine)
         except (OSError, CheckpointError) as failure:
             error = f"{directory} cannot be copied: {failure}"
-        meeting.hold("load_state (copying)", error, agree_on_no_error, timeout_s=max(meeting.timeout_s, _PATIENCE_S))
+        barrier.hold("load_state (copying)", error, agree_on_no_error, timeout_s=max(barrier.timeout_s, _PATIENCE_S))
     found = locate(directory)
     return found, read_manifest(found)
 

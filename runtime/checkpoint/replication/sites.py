@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.format import layout
-from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
+from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
@@ -67,9 +67,9 @@ class Survey:
         ``1``: all machines share the directories. ``0``: none does. ``auto``: look.
     """
 
-    def __init__(self, context: RunContext, meeting: Meeting, shared: str) -> None:
+    def __init__(self, context: RunContext, barrier: Barrier, shared: str) -> None:
         self._context = context
-        self._meeting = meeting
+        self._barrier = barrier
         self._shared = shared
         self._machines: Sites | None = None
         self._known: dict[Path, Sites] = {}
@@ -85,7 +85,7 @@ class Survey:
         if self._machines is None:
             # The number of a machine may be a guess of the launch environment; its name alone may be a container's.
             identity = [context.node_rank, socket.gethostname()]
-            self._machines = Sites(context.rank, tuple(self._meeting.hold(what, identity, _first_alike)))
+            self._machines = Sites(context.rank, tuple(self._barrier.hold(what, identity, _first_alike)))
         if not self._machines.several or self._shared == "0":
             return self._machines
         if directory not in self._known:
@@ -94,16 +94,16 @@ class Survey:
 
     def _look(self, machines: Sites, directory: Path, what: str) -> Sites:
         # Each machine makes a file of a name that nobody has looked for: an answer from a cache is impossible.
-        token = self._meeting.hold(what, None, lambda _: secrets.token_hex(8))
+        token = self._barrier.hold(what, None, lambda _: secrets.token_hex(8))
         marks = {leader: directory / f"{layout.MARK_PREFIX}{token}-{leader}" for leader in machines.leaders}
         if machines.leads:
             with suppress(OSError):
                 directory.mkdir(parents=True, exist_ok=True)
                 marks[machines.rank].touch()
-        self._meeting.hold(what, None, agree_on_no_error)
+        self._barrier.hold(what, None, agree_on_no_error)
         seen = [leader for leader, mark in marks.items() if _exists(mark)] if machines.leads else []
         try:
-            sites = self._meeting.hold(what, seen, lambda views: _joined(machines.leaders, views))
+            sites = self._barrier.hold(what, seen, lambda views: _joined(machines.leaders, views))
         finally:
             if machines.leads:
                 with suppress(OSError):

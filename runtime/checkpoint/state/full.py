@@ -20,7 +20,7 @@ from orc.runtime.checkpoint.state.sharding import (
     names_by_position,
 )
 from orc.runtime.core.prepared import Layout, PreparedModel
-from orc.runtime.parallel.parts import Parts, part_of_optimizer, whole_model, whole_optimizer
+from orc.runtime.parallel.partition import Partition, part_of_optimizer, whole_model, whole_optimizer
 from orc.runtime.parallel.shards import whole
 
 
@@ -35,7 +35,7 @@ class Full:
         Empty on ranks that are not to *keep* those of a sharded model, which take part in gathering them.
         """
         if model.layout is Layout.STAGED:
-            return whole_model(model.parts, model.bare.state_dict(), keep=keep)
+            return whole_model(model.partition, model.bare.state_dict(), keep=keep)
         if not model.spread:
             return dict(model.bare.state_dict())
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -118,14 +118,14 @@ class Full:
             raise CheckpointError(f"the state does not fit the prepared optimizer: {error}") from error
 
 
-def _parts(models: Sequence[PreparedModel]) -> Parts | None:
+def _parts(models: Sequence[PreparedModel]) -> Partition | None:
     """Return where the parameters of *models* lie, of which processes have different ones."""
-    return next((model.parts for model in models if model.parts is not None), None)
+    return next((model.partition for model in models if model.partition is not None), None)
 
 
 def _own(model: PreparedModel, source: Mapping[str, Any]) -> dict[str, Any]:
     """Return *source* without what other processes have of *model*."""
-    own, others = model.bare.state_dict().keys(), set(model.parts.names)
+    own, others = model.bare.state_dict().keys(), set(model.partition.names)
     return {name: value for name, value in source.items() if name in own or name not in others}
 
 

@@ -1,7 +1,7 @@
 """States of the files of a checkpoint, read into the tensors that they are to replace.
 
 What is read is mapped into memory first, so that names, shapes and types are known at no cost. The bytes go straight
-to their places then (`Copies`), with no second copy of the state in memory.
+to their places then (`CopyQueue`), with no second copy of the state in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import pickled
-from orc.runtime.checkpoint.storage.copying import Copies
+from orc.runtime.checkpoint.storage.copying import CopyQueue
 from orc.runtime.collectives.tree import recursively_apply
 
 
@@ -49,7 +49,7 @@ def unpickle(path: Path, map_location: Any = None) -> Any:
         raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def unmapped(state: Any, copies: Copies, current: Any = None) -> Any:
+def unmapped(state: Any, copies: CopyQueue, current: Any = None) -> Any:
     """*state* in memory once *copies* are: what stayed mapped would break when a network file system loses the file.
 
     Tensors go where the ones they replace are, if *current*, an optimizer's state, has such already: that needs no
@@ -60,7 +60,7 @@ def unmapped(state: Any, copies: Copies, current: Any = None) -> Any:
     return _filled(state, current, copies)
 
 
-def _fresh(value: torch.Tensor, copies: Copies) -> torch.Tensor:
+def _fresh(value: torch.Tensor, copies: CopyQueue) -> torch.Tensor:
     if type(value) is not torch.Tensor or value.layout != torch.strided:
         return value.clone()
     target = torch.empty_like(value)
@@ -76,7 +76,7 @@ def _shape(state: Any) -> list[int] | None:
         return None
 
 
-def _filled(value: Any, current: Any, copies: Copies) -> Any:
+def _filled(value: Any, current: Any, copies: CopyQueue) -> Any:
     if isinstance(value, torch.Tensor):
         if type(current) is not torch.Tensor or current.shape != value.shape or current.dtype != value.dtype:
             return _fresh(value, copies)
@@ -90,7 +90,7 @@ def _filled(value: Any, current: Any, copies: Copies) -> Any:
     return value
 
 
-def placed(state: Mapping[str, Any], model: torch.nn.Module, copies: Copies) -> dict[str, Any]:
+def placed(state: Mapping[str, Any], model: torch.nn.Module, copies: CopyQueue) -> dict[str, Any]:
     """Return *state* with the weights of *model* in the place of those that *copies* bring there."""
     found = dict(state)
     origins: dict[int, torch.Tensor] = {}

@@ -1,6 +1,6 @@
-"""Plans of a sharded save: which rank writes which part of which tensor, agreed in one meeting.
+"""Plans of a sharded save: which rank writes which part of which tensor, agreed in one barrier.
 
-torch's planners decide; what they need of each other travels as JSON over the board, so that a rank that fails or does
+torch's planners decide; what they need of each other travels as JSON over the store, so that a rank that fails or does
 not come is an error with its name on all ranks, not a collective that hangs.
 """
 
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error
+from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
 from orc.runtime.checkpoint.state.shard_files import metadata_bytes
 
 
@@ -33,8 +33,8 @@ class ShardPlans:
         lengths: bytes of each value, once it is written.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, barrier: Barrier) -> None:
+        self._barrier = barrier
         self.values: dict[str, list[torch.Tensor | bytes]] = {}
         self.lengths: dict[str, list[int]] = {}
         self._items: dict[str, list[list[WriteItem]]] = {}  # of all ranks, on rank 0
@@ -52,14 +52,14 @@ class ShardPlans:
             try:
                 for folder, state in states.items():
                     planners[folder] = DefaultSavePlanner()
-                    planners[folder].set_up_planner(state, is_coordinator=self._meeting.rank == 0)
+                    planners[folder].set_up_planner(state, is_coordinator=self._barrier.rank == 0)
                     plans[folder] = planners[folder].create_local_plan()
-            except Exception as failure:  # noqa: BLE001 - raised on every rank by the meeting
+            except Exception as failure:  # noqa: BLE001 - raised on every rank by the barrier
                 error = f"{type(failure).__name__}: {failure}"
         bid = [error, {folder: _encoded(plan) for folder, plan in plans.items()} if error is None else {}]
-        chosen = self._meeting.hold("save_state (planning)", bid, self._decide)
+        chosen = self._barrier.hold("save_state (planning)", bid, self._decide)
         for folder, planner in planners.items():
-            items = [plans[folder].items[position] for position in chosen[folder][self._meeting.rank]]
+            items = [plans[folder].items[position] for position in chosen[folder][self._barrier.rank]]
             self.values[folder] = [_value(planner, item) for item in items]
             self.lengths[folder] = []
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout, pickled
 from orc.runtime.checkpoint.state.staging import Stage, size_on_gpus
-from orc.runtime.checkpoint.storage.copying import Copies
+from orc.runtime.checkpoint.storage.copying import CopyQueue
 from orc.runtime.checkpoint.storage.durable import Hashing
 from orc.runtime.core.names import safe_name
 
@@ -158,7 +158,7 @@ def _read_in_place(folder: Path, metadata: Metadata, planner: DefaultLoadPlanner
         name: torch.from_file(str(folder / name), shared=False, size=(folder / name).stat().st_size, dtype=torch.uint8)
         for name in by_file
     }
-    with Copies() as copies, torch.no_grad():
+    with CopyQueue() as copies, torch.no_grad():
         copies.read_from(*(folder / name for name in by_file))
         for name, items in by_file.items():
             with (folder / name).open("rb") as file:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from orc.runtime.checkpoint.storage.copying import Copies
+from orc.runtime.checkpoint.storage.copying import CopyQueue
 
 _ALIGNMENT = 64  # bytes; every dtype can be viewed at such a place
-Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...], torch.device]
+TensorKey = tuple[int, torch.dtype, torch.Size, tuple[int, ...], torch.device]
 
 
 class Stage:
@@ -37,8 +37,8 @@ class Stage:
 
         Tensors that were one (tied weights) are one in the copy. Returns when the copy is complete.
         """
-        found: dict[int, Place] = {}
-        tensors: dict[Place, torch.Tensor] = {}
+        found: dict[int, TensorKey] = {}
+        tensors: dict[TensorKey, torch.Tensor] = {}
         for tensor in _tensors(state):
             place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
             found[id(tensor)] = place
@@ -47,8 +47,8 @@ class Stage:
         # Everything that is no tensor of the usual kind is copied the usual way.
         return copy.deepcopy(state, {key: copies[place] for key, place in found.items()})
 
-    def _copy(self, tensors: dict[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
-        spans: dict[Place, tuple[int, int]] = {}
+    def _copy(self, tensors: dict[TensorKey, torch.Tensor]) -> dict[TensorKey, torch.Tensor]:
+        spans: dict[TensorKey, tuple[int, int]] = {}
         at = 0
         for place, tensor in tensors.items():
             size = tensor.numel() * tensor.element_size()
@@ -56,8 +56,8 @@ class Stage:
             at += -(-size // _ALIGNMENT) * _ALIGNMENT
         foreign = [device for (_, _, _, _, device) in tensors if device.type == "cuda"]
         block = self._reserve(at, foreign[0] if foreign else None)
-        copies: dict[Place, torch.Tensor] = {}
-        with Copies() as under_way:
+        copies: dict[TensorKey, torch.Tensor] = {}
+        with CopyQueue() as under_way:
             for place, tensor in tensors.items():
                 begin, end = spans[place]
                 # A storage of its own: torch.save writes whole storages.

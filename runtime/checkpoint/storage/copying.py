@@ -16,7 +16,7 @@ _PIECE = 16 * 1024 * 1024  # bytes that one thread copies at a time
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 
 
-class Copies:
+class CopyQueue:
     """Copies under way. They are complete when the block ends, or after `wait`.
 
     Between tensors in host memory they run beside the caller; others (to and from a GPU) at once, in the caller's
@@ -30,7 +30,7 @@ class Copies:
         self._batch: list[Callable[[], object]] = []
         self._batch_size = 0
 
-    def __enter__(self) -> Copies:
+    def __enter__(self) -> CopyQueue:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

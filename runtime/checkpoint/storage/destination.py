@@ -25,7 +25,7 @@ from orc.runtime.checkpoint.storage.durable import (
     temporary_name,
     write_file,
 )
-from orc.runtime.checkpoint.storage.remote import Place, Remote, RemoteFile
+from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteFile
 from orc.runtime.checkpoint.storage.verifying import checksum
 
 
@@ -37,7 +37,7 @@ class Destination(ABC):
         leads: this rank prepares and commits, and writes what all ranks share.
     """
 
-    target: Place
+    target: Location
     leads: bool
 
     @abstractmethod

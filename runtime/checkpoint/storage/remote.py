@@ -130,10 +130,10 @@ def _open(url: str) -> tuple[Any, str]:
     return system, str(path)
 
 
-Place = Path | Remote
+Location = Path | Remote
 
 
-def place(text: object) -> Place:
+def place(text: object) -> Location:
     """A `Path` for what is one, also in the form ``file:///...``; else a `Remote`."""
     name = str(text)
     if "://" not in name:

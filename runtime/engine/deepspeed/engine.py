@@ -29,8 +29,8 @@ from orc.runtime.parallel import refuse_compression, refuse_unserved
 from orc.runtime.parallel.compile import compiles
 from orc.runtime.parallel.precision.forward import cast_inputs
 from orc.runtime.parallel.records import described
-from orc.runtime.train.gone import refuse_gone
 from orc.runtime.train.normalize import Count
+from orc.runtime.train.stale import refuse_stale
 from orc.runtime.weights.quantization.scheme import refuse_to_spread, refuse_to_train
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class DeepSpeed(LibraryEngine):
         loaders = [one for one in result if hasattr(one, "total_batch_size")] or self.prepared.dataloaders
         model = objects[models[0]]
         if optimizer is not None:
-            refuse_gone(optimizer, [model], [optimizer])
+            refuse_stale(optimizer, [model], [optimizer])
         refuse_to_train(model)
         ways = {"library": self.title, "library in shards": f"{self.title}'s ZeRO stage 3"}
         refuse_to_spread(model, list(ways) if plugin.zero_stage_of() == 3 else ["library"], ways)

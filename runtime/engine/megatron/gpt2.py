@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from orc.runtime.engine.megatron.layers import CoreAttention, LayerNorm
-from orc.runtime.engine.megatron.layout import Layout, PaddedVocabulary, Weight, activation_of, joined, parted
+from orc.runtime.engine.megatron.layout import Layout, PaddedVocabulary, Weight, activation_of, joined, split_groups
 from orc.runtime.engine.megatron.steps import GPTTrainStep
 
 # Of a layer: the name of Transformers, that of Megatron-LM, and how its values lie.
@@ -122,7 +122,7 @@ class Gpt2(Layout):
         if weight.form == "transposed":
             return [value.t()]
         if weight.form == "heads":
-            rows = torch.cat(parted(value, self.groups, self._sizes()))
+            rows = torch.cat(split_groups(value, self.groups, self._sizes()))
             return [rows.t() if rows.ndim == 2 else rows]
         return super().to_theirs(value, weight)
 

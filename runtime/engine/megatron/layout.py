@@ -190,7 +190,7 @@ class Layout(ABC):
     def to_theirs(self, value: Tensor, weight: Weight) -> Sequence[Tensor]:
         """Return a whole *value* of Megatron-LM as Transformers lays *weight* out, a tensor for each name."""
         if weight.form == "joined":
-            return parted(value, weight.groups, [self.shapes[name][0] for name in weight.theirs])
+            return split_groups(value, weight.groups, [self.shapes[name][0] for name in weight.theirs])
         return [value[: self.hf.vocab_size]] if weight.form == "vocabulary" else [value]
 
     # ---- batches
@@ -236,7 +236,7 @@ def joined(parts: Sequence[Tensor], groups: int) -> Tensor:
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
 
 
-def parted(value: Tensor, groups: int, sizes: Sequence[int]) -> list[Tensor]:
+def split_groups(value: Tensor, groups: int, sizes: Sequence[int]) -> list[Tensor]:
     """Return the parts, of so many rows each, that `joined` has put into *value*."""
     shares = value.unflatten(0, (groups, -1)).split([size // groups for size in sizes], 1)
     return [share.flatten(0, 1) for share in shares]

@@ -1,4 +1,7 @@
-"""Mixed precision with float16: losses are scaled, so that small gradients do not vanish."""
+"""Mixed precision with float16: losses are scaled, so that small gradients do not vanish.
+
+Source: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2.
+"""
 
 from __future__ import annotations
 

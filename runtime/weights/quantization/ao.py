@@ -20,7 +20,7 @@ class WeightOnly(Scheme):
     dtype: torch.dtype
 
     method = "torchao"
-    apart = (*Scheme.apart, "copies", "ddp", "library", "fsdp2")
+    apart = (*Scheme.apart, "replicas", "ddp", "library", "fsdp2")
     instead = 'use a BnbQuantizationConfig; with weights="int8" of torchao one process trains adapters'
 
     @property

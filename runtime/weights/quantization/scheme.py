@@ -13,7 +13,7 @@ from orc.runtime.core.errors import ContextError
 
 # Ways to train on several processes that quantized weights may not go through, by name, and what messages call them.
 _WAYS = {
-    "copies": "copies beside tensor parallelism",
+    "replicas": "copies beside tensor parallelism",
     "ddp": "DDP",
     "fsdp1": "FSDP version 1",
     "fsdp2": "FSDP version 2",

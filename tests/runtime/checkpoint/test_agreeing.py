@@ -1,4 +1,4 @@
-"""Meetings, one rank at a time: what it writes on the board, what it reads there, and how long it waits."""
+"""Barriers, one rank at a time: what it writes on the store, what it reads there, and how long it waits."""
 
 import json
 import time
@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
-from orc.runtime.checkpoint.replication import meeting as module
+from orc.runtime.checkpoint.replication import barrier as module
 from orc.runtime.checkpoint.replication import relay
-from orc.runtime.checkpoint.replication.meeting import Meeting, agree_on_no_error, see_off
-from orc.runtime.collectives.board import ANSWER_S, BoardError, BoardTimeout, LocalBoard
+from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error, wait_for_readers
+from orc.runtime.collectives.store import ANSWER_S, LocalStore, StoreError, StoreTimeout
 
 
-class Board(LocalBoard):
-    """A board on which nobody is waited for: what is not there is late."""
+class Store(LocalStore):
+    """A store on which nobody is waited for: what is not there is late."""
 
     def __init__(self):
         super().__init__()
@@ -24,13 +24,13 @@ class Board(LocalBoard):
         self.waits.append((list(keys), timeout.total_seconds()))
         for key in keys:
             if any(part in key for part in self.broken):
-                raise BoardError("no line")
+                raise StoreError("no line")
             if not self.check([key]):
-                raise BoardTimeout(f"nobody has written {key}")
+                raise StoreTimeout(f"nobody has written {key}")
 
     def set(self, key, value):
         if any(part in key for part in self.broken):
-            raise BoardError("no line")
+            raise StoreError("no line")
         super().set(key, value)
 
     def clone(self, answer_s=ANSWER_S):
@@ -38,7 +38,7 @@ class Board(LocalBoard):
         return self
 
     def said(self, key):
-        return json.loads(self.get(f"orc/meeting/1/{key}"))
+        return json.loads(self.get(f"orc/barrier/1/{key}"))
 
 
 class Context:
@@ -55,22 +55,22 @@ def still(monkeypatch):
 
 
 @pytest.fixture
-def board():
-    return Board()
+def store():
+    return Store()
 
 
-def rank_0(board, *others, world_size=2, what="saving", **options):
-    """The meeting of rank 0, where the others have brought *others* already."""
+def rank_0(store, *others, world_size=2, what="saving", **options):
+    """The barrier of rank 0, where the others have brought *others* already."""
     for rank, value in enumerate(others, 1):
-        board.set(f"orc/meeting/1/1/{rank}", json.dumps([what, value]))
-    return Meeting(Context(0, world_size, board, **options))
+        store.set(f"orc/barrier/1/1/{rank}", json.dumps([what, value]))
+    return Barrier(Context(0, world_size, store, **options))
 
 
-def rank_1(board, verdict=None, **options):
-    """The meeting of rank 1, where rank 0 has given *verdict* already."""
+def rank_1(store, verdict=None, **options):
+    """The barrier of rank 1, where rank 0 has given *verdict* already."""
     if verdict is not None:
-        board.set("orc/meeting/1/1/verdict", json.dumps(verdict))
-    return Meeting(Context(1, 2, board, **options))
+        store.set("orc/barrier/1/1/verdict", json.dumps(verdict))
+    return Barrier(Context(1, 2, store, **options))
 
 
 def said(kind, act):
@@ -81,214 +81,214 @@ def said(kind, act):
 
 
 def test_a_rank_by_itself_agrees_with_itself():
-    meeting = Meeting(Context(0, world_size=1))
-    assert meeting.hold("saving", 5, lambda values: values) == [5]
-    meeting.part()
-    assert said(CheckpointError, lambda: meeting.hold("saving", "full", agree_on_no_error)) == "full"
+    barrier = Barrier(Context(0, world_size=1))
+    assert barrier.hold("saving", 5, lambda values: values) == [5]
+    barrier.part()
+    assert said(CheckpointError, lambda: barrier.hold("saving", "full", agree_on_no_error)) == "full"
 
 
-def test_rank_0_collects_judges_and_tells(board):
-    meeting = rank_0(board, 7, 9, world_size=3)
-    assert meeting.hold("saving", 5, lambda values: {"all": values}) == {"all": [5, 7, 9]}
-    assert board.waits == [([f"orc/meeting/1/1/{rank}" for rank in range(3)], 30.0)]
-    assert board.said("1/0") == ["saving", 5]
-    assert board.said("1/verdict") == [None, {"all": [5, 7, 9]}, False]
-    assert module._unread == {(id(board), "meeting/1"): (board, ["orc/meeting/1/1/left/1", "orc/meeting/1/1/left/2"])}
+def test_rank_0_collects_judges_and_tells(store):
+    barrier = rank_0(store, 7, 9, world_size=3)
+    assert barrier.hold("saving", 5, lambda values: {"all": values}) == {"all": [5, 7, 9]}
+    assert store.waits == [([f"orc/barrier/1/1/{rank}" for rank in range(3)], 30.0)]
+    assert store.said("1/0") == ["saving", 5]
+    assert store.said("1/verdict") == [None, {"all": [5, 7, 9]}, False]
+    assert module._unread == {(id(store), "barrier/1"): (store, ["orc/barrier/1/1/left/1", "orc/barrier/1/1/left/2"])}
 
 
-def test_threads_of_one_process_need_not_be_seen_off(board):
-    assert rank_0(board, 7, key=b"").hold("saving", 5, sum) == 12
+def test_threads_of_one_process_need_not_be_seen_off(store):
+    assert rank_0(store, 7, key=b"").hold("saving", 5, sum) == 12
     assert module._unread == {}
 
 
-def test_another_rank_brings_its_value_and_says_that_it_has_read_the_verdict(board):
-    assert rank_1(board, [None, {"all": 3}, False]).hold("saving", 5, None) == {"all": 3}
-    assert board.said("1/1") == ["saving", 5]
-    assert board.waits == [(["orc/meeting/1/1/verdict"], 35.0)], "a little longer than rank 0 waits for the others"
-    assert board.get("orc/meeting/1/1/left/1") == b""
+def test_another_rank_brings_its_value_and_says_that_it_has_read_the_verdict(store):
+    assert rank_1(store, [None, {"all": 3}, False]).hold("saving", 5, None) == {"all": 3}
+    assert store.said("1/1") == ["saving", 5]
+    assert store.waits == [(["orc/barrier/1/1/verdict"], 35.0)], "a little longer than rank 0 waits for the others"
+    assert store.get("orc/barrier/1/1/left/1") == b""
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_meeting_may_have_a_patience_of_its_own(board, rank):
-    meeting = rank_0(board, 7) if rank == 0 else rank_1(board, [None, 1, False])
-    meeting.hold("saving", 5, len, timeout_s=7.0)
-    assert board.waits[0][1] == (7.0 if rank == 0 else 12.0)
+def test_a_meeting_may_have_a_patience_of_its_own(store, rank):
+    barrier = rank_0(store, 7) if rank == 0 else rank_1(store, [None, 1, False])
+    barrier.hold("saving", 5, len, timeout_s=7.0)
+    assert store.waits[0][1] == (7.0 if rank == 0 else 12.0)
 
 
 def test_patience_is_what_was_asked_for_or_configured_or_ten_minutes():
-    assert Meeting(Context(0), 3.0).timeout_s == 3.0
-    assert Meeting(Context(0)).timeout_s == 30.0
-    assert Meeting(Context(0, timeout_s=None)).timeout_s == 600.0
+    assert Barrier(Context(0), 3.0).timeout_s == 3.0
+    assert Barrier(Context(0)).timeout_s == 30.0
+    assert Barrier(Context(0, timeout_s=None)).timeout_s == 600.0
 
 
-def test_time_that_has_passed_is_not_waited_for_again(board, monkeypatch):
+def test_time_that_has_passed_is_not_waited_for_again(store, monkeypatch):
     clock = iter([100.0, 110.0, 200.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    rank_0(board, 7).hold("saving", 5, len)
-    assert board.waits == [(["orc/meeting/1/1/0", "orc/meeting/1/1/1"], 20.0)]
+    rank_0(store, 7).hold("saving", 5, len)
+    assert store.waits == [(["orc/barrier/1/1/0", "orc/barrier/1/1/1"], 20.0)]
 
 
 @pytest.mark.parametrize(("rank", "least"), [(0, 0.001), (1, 5.0)])
-def test_whoever_is_late_still_looks(board, monkeypatch, rank, least):
+def test_whoever_is_late_still_looks(store, monkeypatch, rank, least):
     clock = iter([100.0, 200.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    (rank_0(board, 7) if rank == 0 else rank_1(board, [None, 1, False])).hold("saving", 5, len)
-    assert board.waits[0][1] == least
+    (rank_0(store, 7) if rank == 0 else rank_1(store, [None, 1, False])).hold("saving", 5, len)
+    assert store.waits[0][1] == least
 
 
-def test_a_verdict_that_is_an_error_is_one_on_every_rank(board):
-    meeting = rank_0(board, "full")
-    assert said(CheckpointError, lambda: meeting.hold("saving", None, agree_on_no_error)) == "rank 1: full"
-    assert board.said("1/verdict") == ["rank 1: full", None, False]
-    assert list(module._unread.values()) == [(board, ["orc/meeting/1/1/left/1"])], "it is to be read too"
-    other = Board()
+def test_a_verdict_that_is_an_error_is_one_on_every_rank(store):
+    barrier = rank_0(store, "full")
+    assert said(CheckpointError, lambda: barrier.hold("saving", None, agree_on_no_error)) == "rank 1: full"
+    assert store.said("1/verdict") == ["rank 1: full", None, False]
+    assert list(module._unread.values()) == [(store, ["orc/barrier/1/1/left/1"])], "it is to be read too"
+    other = Store()
     assert said(CheckpointError, lambda: rank_1(other, ["no", None, False]).hold("saving", 5, None)) == "no"
-    assert other.check(["orc/meeting/1/1/left/1"])
-    assert said(RankMissing, lambda: rank_1(Board(), ["gone", None, True]).hold("saving", 5, None)) == "gone"
+    assert other.check(["orc/barrier/1/1/left/1"])
+    assert said(RankMissing, lambda: rank_1(Store(), ["gone", None, True]).hold("saving", 5, None)) == "gone"
 
 
-def test_what_fails_on_rank_0_itself_is_told_to_those_who_wait(board):
+def test_what_fails_on_rank_0_itself_is_told_to_those_who_wait(store):
     def fail(values):
         raise OverflowError("too many")
 
     with pytest.raises(OverflowError, match="too many"):
-        rank_0(board, 7).hold("saving", 5, fail)
-    assert board.said("1/verdict") == ["saving: rank 0 failed: OverflowError: too many", None, True]
+        rank_0(store, 7).hold("saving", 5, fail)
+    assert store.said("1/verdict") == ["saving: rank 0 failed: OverflowError: too many", None, True]
 
 
 @pytest.mark.parametrize(
     ("came", "names"), [([], "ranks 1, 2, 3 of 4"), ([2], "ranks 1, 3 of 4"), ([1, 3], "rank 2 of 4")]
 )
-def test_ranks_that_do_not_come_are_named(board, came, names):
-    meeting = rank_0(board, world_size=4)
+def test_ranks_that_do_not_come_are_named(store, came, names):
+    barrier = rank_0(store, world_size=4)
     for rank in came:
-        board.set(f"orc/meeting/1/1/{rank}", json.dumps(["saving", 7]))
+        store.set(f"orc/barrier/1/1/{rank}", json.dumps(["saving", 7]))
     text = f"saving: {names} did not come within 7.5 s. Every rank must call it; do not put it under is_main_process"
-    assert said(RankMissing, lambda: meeting.hold("saving", 5, len, timeout_s=7.5)) == text
-    assert board.said("1/verdict") == [text, None, True]
-    assert list(module._unread.values()) == [(board, [f"orc/meeting/1/1/left/{rank}" for rank in came])]
+    assert said(RankMissing, lambda: barrier.hold("saving", 5, len, timeout_s=7.5)) == text
+    assert store.said("1/verdict") == [text, None, True]
+    assert list(module._unread.values()) == [(store, [f"orc/barrier/1/1/left/{rank}" for rank in came])]
 
 
-def test_who_comes_at_the_last_moment_has_come(board, monkeypatch):
+def test_who_comes_at_the_last_moment_has_come(store, monkeypatch):
     def wait(keys, timeout):
-        board.set("orc/meeting/1/1/1", json.dumps(["saving", 7]))
-        raise BoardTimeout("late")
+        store.set("orc/barrier/1/1/1", json.dumps(["saving", 7]))
+        raise StoreTimeout("late")
 
-    monkeypatch.setattr(board, "wait", wait)
-    assert rank_0(board).hold("saving", 5, sum) == 12
+    monkeypatch.setattr(store, "wait", wait)
+    assert rank_0(store).hold("saving", 5, sum) == 12
 
 
-def test_ranks_that_are_elsewhere_are_named_with_the_place(board):
-    meeting = rank_0(board, 7, world_size=4)
-    board.set("orc/meeting/1/1/2", json.dumps(["loading", 7]))
-    board.set("orc/meeting/1/1/3", json.dumps(["checking", 7]))
-    assert said(RankMissing, lambda: meeting.hold("saving", 5, len)) == (
+def test_ranks_that_are_elsewhere_are_named_with_the_place(store):
+    barrier = rank_0(store, 7, world_size=4)
+    store.set("orc/barrier/1/1/2", json.dumps(["loading", 7]))
+    store.set("orc/barrier/1/1/3", json.dumps(["checking", 7]))
+    assert said(RankMissing, lambda: barrier.hold("saving", 5, len)) == (
         "rank 0 is in saving, but rank 2: loading; rank 3: checking: the ranks do not run in step"
     )
 
 
-def test_rank_0_that_does_not_come_or_is_gone_is_told(board):
-    assert said(RankMissing, lambda: rank_1(board).hold("saving", 5, None)) == (
+def test_rank_0_that_does_not_come_or_is_gone_is_told(store):
+    assert said(RankMissing, lambda: rank_1(store).hold("saving", 5, None)) == (
         "saving: rank 0 has not come within 30 s, rank 1 is here; every rank must call it "
-        "(nobody has written orc/meeting/1/1/verdict)"
+        "(nobody has written orc/barrier/1/1/verdict)"
     )
-    assert said(RankMissing, lambda: rank_1(Board()).hold("saving", 5, None, timeout_s=7.5)).startswith(
+    assert said(RankMissing, lambda: rank_1(Store()).hold("saving", 5, None, timeout_s=7.5)).startswith(
         "saving: rank 0 has not come within 7.5 s, rank 1 is here"
     )
 
 
 @pytest.mark.parametrize("part", ["1/1", "verdict"])
-def test_a_board_that_is_gone_is_told(board, part):
-    board.broken.add(part)
-    meeting = rank_1(board)
-    assert said(RankMissing, lambda: meeting.hold("saving", 5, None)) == (
+def test_a_store_that_is_gone_is_told(store, part):
+    store.broken.add(part)
+    barrier = rank_1(store)
+    assert said(RankMissing, lambda: barrier.hold("saving", 5, None)) == (
         "saving: rank 0 is gone, rank 1 is here (no line)"
     )
 
 
-def test_a_verdict_counts_even_if_nobody_can_be_told_that_it_was_read(board):
-    board.broken.add("left")
-    assert rank_1(board, [None, 3, False]).hold("saving", 5, None) == 3
+def test_a_verdict_counts_even_if_nobody_can_be_told_that_it_was_read(store):
+    store.broken.add("left")
+    assert rank_1(store, [None, 3, False]).hold("saving", 5, None) == 3
 
 
-def test_the_board_holds_the_last_two_meetings_and_no_more(board):
-    meeting, one = Meeting(Context(0, 3, board)), Meeting(Context(1, 3, board))
+def test_the_store_holds_the_last_two_meetings_and_no_more(store):
+    barrier, one = Barrier(Context(0, 3, store)), Barrier(Context(1, 3, store))
     for number in range(1, 5):
         for rank in (1, 2):
-            board.set(f"orc/meeting/1/{number}/{rank}", json.dumps(["saving", rank]))
-            board.set(f"orc/meeting/1/{number}/left/{rank}", "")
-        assert meeting.hold("saving", 0, sum) == 3
+            store.set(f"orc/barrier/1/{number}/{rank}", json.dumps(["saving", rank]))
+            store.set(f"orc/barrier/1/{number}/left/{rank}", "")
+        assert barrier.hold("saving", 0, sum) == 3
         assert one.hold("saving", 1, None) == 3
-        kept = [f"orc/meeting/1/{n}/{name}" for n in range(max(number - 1, 1), number + 1) for name in
+        kept = [f"orc/barrier/1/{n}/{name}" for n in range(max(number - 1, 1), number + 1) for name in
                 ("0", "1", "2", "left/1", "left/2", "verdict")]  # fmt: skip
-        assert board.list_keys() == kept
+        assert store.list_keys() == kept
 
 
-def test_meetings_of_one_run_are_told_apart_by_their_order_and_name(board):
-    context = Context(0, 2, board)
-    names = [Meeting(context)._name, Meeting(context)._name, Meeting(context, name="background")._name]
-    assert names == ["meeting/1", "meeting/2", "background/1"]
-    assert Meeting(Context(0, 2, board))._name == "meeting/1"
+def test_meetings_of_one_run_are_told_apart_by_their_order_and_name(store):
+    context = Context(0, 2, store)
+    names = [Barrier(context)._name, Barrier(context)._name, Barrier(context, name="background")._name]
+    assert names == ["barrier/1", "barrier/2", "background/1"]
+    assert Barrier(Context(0, 2, store))._name == "barrier/1"
 
 
-def test_a_meeting_has_a_connection_of_its_own_whose_answers_may_take_as_long_as_it_waits(board):
-    meeting = rank_0(board, 7)
-    meeting.hold("saving", 5, len)
-    meeting.relay()
-    meeting.part()
-    assert board.answers == [max(ANSWER_S, 30.0)]
-    Meeting(Context(0, 2, board), ANSWER_S / 2).relay()
-    assert board.answers[1:] == [ANSWER_S]
-    assert said(CheckpointError, lambda: Meeting(Context(1)).hold("saving", 5, None)) == (
-        "saving and loading with several processes needs the board of their run"
+def test_a_meeting_has_a_connection_of_its_own_whose_answers_may_take_as_long_as_it_waits(store):
+    barrier = rank_0(store, 7)
+    barrier.hold("saving", 5, len)
+    barrier.relay()
+    barrier.part()
+    assert store.answers == [max(ANSWER_S, 30.0)]
+    Barrier(Context(0, 2, store), ANSWER_S / 2).relay()
+    assert store.answers[1:] == [ANSWER_S]
+    assert said(CheckpointError, lambda: Barrier(Context(1)).hold("saving", 5, None)) == (
+        "saving and loading with several processes needs the store of their run"
     )
 
 
-def test_every_transfer_has_a_place_of_its_own(board, monkeypatch):
+def test_every_transfer_has_a_place_of_its_own(store, monkeypatch):
     monkeypatch.setattr(relay, "Relay", lambda *arguments: arguments)
-    meeting = Meeting(Context(1, 2, board), 3.0)
-    assert [meeting.relay(), meeting.relay()] == [
-        (board, "orc/meeting/1/relay/1/", 3.0),
-        (board, "orc/meeting/1/relay/2/", 3.0),
+    barrier = Barrier(Context(1, 2, store), 3.0)
+    assert [barrier.relay(), barrier.relay()] == [
+        (store, "orc/barrier/1/relay/1/", 3.0),
+        (store, "orc/barrier/1/relay/2/", 3.0),
     ]
 
 
-def test_a_rank_parts_with_a_word_and_rank_0_waits_for_it(board):
-    first, second = rank_0(board, 7), Meeting(Context(1, 2, board))
+def test_a_rank_parts_with_a_word_and_rank_0_waits_for_it(store):
+    first, second = rank_0(store, 7), Barrier(Context(1, 2, store))
     first.hold("saving", 5, len)
     second.hold("saving", 7, None)
     second.part()
-    assert board.get("orc/meeting/1/2/1") == b""
-    board.waits.clear()
+    assert store.get("orc/barrier/1/2/1") == b""
+    store.waits.clear()
     first.part()
-    assert board.waits == [(["orc/meeting/1/2/1"], 10.0)]
+    assert store.waits == [(["orc/barrier/1/2/1"], 10.0)]
     assert module._unread == {}, "who parts has read the last verdict"
-    assert board.list_keys() == ["orc/meeting/1/2/1"]
+    assert store.list_keys() == ["orc/barrier/1/2/1"]
 
 
-def test_who_has_agreed_on_nothing_may_part_too(board):
-    board.set("orc/meeting/1/1/1", "")
-    Meeting(Context(0, 2, board)).part()
-    assert board.waits == [(["orc/meeting/1/1/1"], 10.0)]
+def test_who_has_agreed_on_nothing_may_part_too(store):
+    store.set("orc/barrier/1/1/1", "")
+    Barrier(Context(0, 2, store)).part()
+    assert store.waits == [(["orc/barrier/1/1/1"], 10.0)]
 
 
-def test_rank_0_parts_from_nobody_for_long(board):
-    meeting = rank_0(board, 7)
-    meeting.hold("saving", 5, len)
-    meeting.part(3.0)
-    assert board.waits[1:] == [(["orc/meeting/1/2/1"], 3.0)]
+def test_rank_0_parts_from_nobody_for_long(store):
+    barrier = rank_0(store, 7)
+    barrier.hold("saving", 5, len)
+    barrier.part(3.0)
+    assert store.waits[1:] == [(["orc/barrier/1/2/1"], 3.0)]
     assert len(module._unread) == 1, "nobody has read the verdict"
-    board.broken.add("orc")
-    Meeting(Context(1, 2, board)).part()
+    store.broken.add("orc")
+    Barrier(Context(1, 2, store)).part()
 
 
-def test_the_end_waits_for_those_who_have_not_read_all_together_and_no_longer(board, monkeypatch):
+def test_the_end_waits_for_those_who_have_not_read_all_together_and_no_longer(store, monkeypatch):
     clock = iter([100.0, 100.5, 103.0, 107.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     for name in "abc":
-        module._unread[0, name] = board, [f"{name}/left/1"]
-    see_off()
-    assert board.waits == [(["c/left/1"], 4.5), (["b/left/1"], 2.0), (["a/left/1"], 0.0)]
+        module._unread[0, name] = store, [f"{name}/left/1"]
+    wait_for_readers()
+    assert store.waits == [(["c/left/1"], 4.5), (["b/left/1"], 2.0), (["a/left/1"], 0.0)]
     assert module._unread == {}
 
 

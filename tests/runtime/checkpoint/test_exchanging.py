@@ -1,4 +1,4 @@
-"""Files between machines, one rank at a time: what goes over the board, who shares a directory, who sends what."""
+"""Files between machines, one rank at a time: what goes over the store, who shares a directory, who sends what."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from orc.runtime.checkpoint.replication.replicas import complete, provide
 from orc.runtime.checkpoint.replication.sites import Sites, Survey
 from orc.runtime.checkpoint.storage.durable import HashingFile, write_file
 from orc.runtime.checkpoint.storage.verifying import checksum
-from orc.runtime.collectives.board import BoardError, LocalBoard
+from orc.runtime.collectives.store import LocalStore, StoreError
 
 
 def said(act, kind=CheckpointError):
@@ -28,11 +28,11 @@ def said(act, kind=CheckpointError):
     return str(told.value)
 
 
-# Over the board
+# Over the store
 
 
-class Board(LocalBoard):
-    """A board on which nobody is waited for: what is not there is late."""
+class Store(LocalStore):
+    """A store on which nobody is waited for: what is not there is late."""
 
     def __init__(self):
         super().__init__()
@@ -41,33 +41,33 @@ class Board(LocalBoard):
     def wait(self, keys, timeout):
         self.waits.append((list(keys), timeout.total_seconds()))
         if not self.check(keys):
-            raise BoardError("nobody is there")
+            raise StoreError("nobody is there")
 
 
 @pytest.fixture
-def board(monkeypatch):
+def store(monkeypatch):
     monkeypatch.setattr(relay_module, "PIECE", 10)
-    return Board()
+    return Store()
 
 
 def number(value):
     return value.to_bytes(4, "big")
 
 
-def pieces(board):
-    """What lies on the board by its number: for how many readers, of which kind, what."""
+def pieces(store):
+    """What lies on the store by its number: for how many readers, of which kind, what."""
     found = {}
-    for key in board.list_keys():
+    for key in store.list_keys():
         if re.fullmatch(r"p/\d+", key):
-            value = board.get(key)
+            value = store.get(key)
             found[int(key[2:])] = int.from_bytes(value[:4], "big"), value[4:5], value[5:]
     return found
 
 
-def there(board, *contents, readers=1):
-    """Put the pieces of a sender on the board."""
+def there(store, *contents, readers=1):
+    """Put the pieces of a sender on the store."""
     for index, content in enumerate(contents):
-        board.set(f"p/{index}", number(readers) + content)
+        store.set(f"p/{index}", number(readers) + content)
 
 
 class File:
@@ -91,13 +91,13 @@ class File:
             raise OSError("no room for that either")
 
 
-def test_files_go_in_pieces_that_say_whose_they_are(board, tmp_path):
+def test_files_go_in_pieces_that_say_whose_they_are(store, tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "large").write_bytes(b"a" * 10 + b"b" * 10 + b"c" * 5)
     for index in range(5):
-        board.set(f"p/read/{index}", "")
-    Relay(board, "p/", 3.0).send(tmp_path, ["empty", "large"], 2)
-    assert pieces(board) == {
+        store.set(f"p/read/{index}", "")
+    Relay(store, "p/", 3.0).send(tmp_path, ["empty", "large"], 2)
+    assert pieces(store) == {
         0: (2, b"d", number(0)),
         1: (2, b"d", number(1)),
         2: (2, b"d", number(1) + b"a" * 10),
@@ -105,96 +105,96 @@ def test_files_go_in_pieces_that_say_whose_they_are(board, tmp_path):
         4: (2, b"d", number(1) + b"c" * 5),
         5: (2, b".", b""),
     }
-    assert board.waits == [([f"p/read/{index}"], 3.0) for index in range(5)], "each once, the first before the last"
-    assert not board.check(["p/read/0"])
-    assert len(board.list_keys()) == 6
+    assert store.waits == [([f"p/read/{index}"], 3.0) for index in range(5)], "each once, the first before the last"
+    assert not store.check(["p/read/0"])
+    assert len(store.list_keys()) == 6
 
 
-def test_a_sender_waits_until_everything_was_read(board, tmp_path):
+def test_a_sender_waits_until_everything_was_read(store, tmp_path):
     (tmp_path / "a").write_bytes(b"1")
     for index in range(2):
-        board.set(f"p/read/{index}", "")
-    Relay(board, "p/", 3.0).send(tmp_path, ["a"], 1)
-    assert board.waits == [(["p/read/0"], 3.0), (["p/read/1"], 3.0)]
+        store.set(f"p/read/{index}", "")
+    Relay(store, "p/", 3.0).send(tmp_path, ["a"], 1)
+    assert store.waits == [(["p/read/0"], 3.0), (["p/read/1"], 3.0)]
 
 
-def test_no_more_than_four_pieces_are_on_their_way(board, tmp_path):
+def test_no_more_than_four_pieces_are_on_their_way(store, tmp_path):
     (tmp_path / "large").write_bytes(bytes(100))
-    text = said(lambda: Relay(board, "p/", 3.0).send(tmp_path, ["large"], 1))
+    text = said(lambda: Relay(store, "p/", 3.0).send(tmp_path, ["large"], 1))
     assert text == "a rank that receives files did not come within 3 s (nobody is there)"
-    assert sorted(pieces(board)) == [0, 1, 2, 3, 4]
+    assert sorted(pieces(store)) == [0, 1, 2, 3, 4]
 
 
-def test_nothing_but_the_end_is_sent_where_there_are_no_files(board, tmp_path):
-    Relay(board, "p/", 3.0).send(tmp_path, [], 1)
-    assert pieces(board) == {0: (1, b".", b"")}
-    assert board.waits == []
+def test_nothing_but_the_end_is_sent_where_there_are_no_files(store, tmp_path):
+    Relay(store, "p/", 3.0).send(tmp_path, [], 1)
+    assert pieces(store) == {0: (1, b".", b"")}
+    assert store.waits == []
 
 
-def test_a_sender_that_cannot_read_says_so_in_the_next_piece(board, tmp_path):
+def test_a_sender_that_cannot_read_says_so_in_the_next_piece(store, tmp_path):
     (tmp_path / "a").touch()
     with pytest.raises(FileNotFoundError) as told:
-        Relay(board, "p/", 3.0).send(tmp_path, ["a", "b"], 1)
-    assert pieces(board)[2] == (1, b"!", str(told.value).encode())
+        Relay(store, "p/", 3.0).send(tmp_path, ["a", "b"], 1)
+    assert pieces(store)[2] == (1, b"!", str(told.value).encode())
 
 
-def test_what_is_received_is_written_and_taken_off_the_board(board):
-    there(board, b"d" + number(0), b"d" + number(1), b"d" + number(1) + b"xy", b"d" + number(1) + b"z", b".")
+def test_what_is_received_is_written_and_taken_off_the_store(store):
+    there(store, b"d" + number(0), b"d" + number(1), b"d" + number(1) + b"xy", b"d" + number(1) + b"z", b".")
     log = []
-    found = Relay(board, "p/", 3.0).receive(["empty", "large"], lambda name: File(log, name))
+    found = Relay(store, "p/", 3.0).receive(["empty", "large"], lambda name: File(log, name))
     assert found == {"empty": "record of empty", "large": "record of large"}
     assert log == [("empty", "close"), ("large", "write", b"xy"), ("large", "write", b"z"), ("large", "close")]
-    assert board.list_keys() == [f"p/read/{index}" for index in range(4)], "what the sender waits for; not of the end"
-    assert board.multi_get(board.list_keys()) == [b""] * 4
-    assert board.waits == [([f"p/{index}"], 3.0) for index in range(5)]
+    assert store.list_keys() == [f"p/read/{index}" for index in range(4)], "what the sender waits for; not of the end"
+    assert store.multi_get(store.list_keys()) == [b""] * 4
+    assert store.waits == [([f"p/{index}"], 3.0) for index in range(5)]
 
 
-def test_the_last_reader_takes_a_piece_off_the_board(board):
-    there(board, b"d" + number(0) + b"x", b".", readers=2)
+def test_the_last_reader_takes_a_piece_off_the_store(store):
+    there(store, b"d" + number(0) + b"x", b".", readers=2)
     log = []
-    first, second = Relay(board, "p/", 3.0), Relay(board, "p/", 3.0)
+    first, second = Relay(store, "p/", 3.0), Relay(store, "p/", 3.0)
     first.receive(["a"], lambda name: File(log, name))
-    assert board.list_keys() == ["p/0", "p/1", "p/count/0", "p/count/1"]
+    assert store.list_keys() == ["p/0", "p/1", "p/count/0", "p/count/1"]
     second.receive(["a"], lambda name: File(log, name))
-    assert board.list_keys() == ["p/read/0"]
+    assert store.list_keys() == ["p/read/0"]
 
 
-def test_a_file_that_is_here_is_read_past(board):
-    there(board, b"d" + number(0) + b"x", b"d" + number(1) + b"y", b".")
+def test_a_file_that_is_here_is_read_past(store):
+    there(store, b"d" + number(0) + b"x", b"d" + number(1) + b"y", b".")
     log = []
-    found = Relay(board, "p/", 3.0).receive(["a", "b"], lambda name: None if name == "a" else File(log, name))
+    found = Relay(store, "p/", 3.0).receive(["a", "b"], lambda name: None if name == "a" else File(log, name))
     assert found == {"b": "record of b"}
     assert log == [("b", "write", b"y"), ("b", "close")]
 
 
 @pytest.mark.parametrize("fails", [["write"], ["write", "abandon"]])
-def test_a_reader_that_cannot_write_reads_on_for_the_others_and_fails_in_the_end(board, fails):
-    there(board, b"d" + number(0), b"d" + number(0) + b"x", b"d" + number(1) + b"y", b".")
+def test_a_reader_that_cannot_write_reads_on_for_the_others_and_fails_in_the_end(store, fails):
+    there(store, b"d" + number(0), b"d" + number(0) + b"x", b"d" + number(1) + b"y", b".")
     log, asked = [], []
     create = lambda name: asked.append(name) or File(log, name, fails)  # noqa: E731
-    assert said(lambda: Relay(board, "p/", 3.0).receive(["a", "b"], create), OSError) == "no room"
+    assert said(lambda: Relay(store, "p/", 3.0).receive(["a", "b"], create), OSError) == "no room"
     assert asked == ["a"]
     assert log == [("a", "abandon")]
-    assert board.list_keys() == ["p/read/0", "p/read/1", "p/read/2"]
+    assert store.list_keys() == ["p/read/0", "p/read/1", "p/read/2"]
 
 
-def test_what_a_sender_could_not_read_leaves_no_file_open(board):
-    there(board, b"d" + number(0) + b"x", b"!no such file")
+def test_what_a_sender_could_not_read_leaves_no_file_open(store):
+    there(store, b"d" + number(0) + b"x", b"!no such file")
     log = []
-    text = said(lambda: Relay(board, "p/", 3.0).receive(["a"], lambda name: File(log, name)))
+    text = said(lambda: Relay(store, "p/", 3.0).receive(["a"], lambda name: File(log, name)))
     assert text == "another rank cannot read what it has to send: no such file"
     assert log == [("a", "write", b"x"), ("a", "abandon")]
-    assert board.list_keys() == ["p/read/0"]
+    assert store.list_keys() == ["p/read/0"]
 
 
-def test_a_sender_that_does_not_come_is_told(board):
-    text = said(lambda: Relay(board, "p/", 0.5).receive(["a"], None))
+def test_a_sender_that_does_not_come_is_told(store):
+    text = said(lambda: Relay(store, "p/", 0.5).receive(["a"], None))
     assert text == "the rank that sends files did not come within 0.5 s (nobody is there)"
 
 
-def test_several_readers_get_the_same_files_and_the_board_is_left_empty(tmp_path, monkeypatch):
+def test_several_readers_get_the_same_files_and_the_store_is_left_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(relay_module, "PIECE", 1000)
-    board, results = LocalBoard(), {}
+    store, results = LocalStore(), {}
     names = ["empty", "large", "small"]
     contents = {"empty": b"", "large": os.urandom(9500), "small": b"abc"}
     for folder in ("from", "1", "2"):
@@ -204,25 +204,25 @@ def test_several_readers_get_the_same_files_and_the_board_is_left_empty(tmp_path
 
     def receive(folder):
         create = lambda name: HashingFile(tmp_path / folder / name)  # noqa: E731
-        results[folder] = Relay(board, "p/", 30.0).receive(names, create)
+        results[folder] = Relay(store, "p/", 30.0).receive(names, create)
 
     readers = [threading.Thread(target=receive, args=(folder,)) for folder in "12"]
     for reader in readers:
         reader.start()
-    Relay(board, "p/", 30.0).send(tmp_path / "from", names, 2)
+    Relay(store, "p/", 30.0).send(tmp_path / "from", names, 2)
     for reader in readers:
         reader.join(30)
     for folder in "12":
         assert {name: (tmp_path / folder / name).read_bytes() for name in names} == contents
         assert results[folder] == {name: checksum(tmp_path / folder / name) for name in names}
-    assert board.list_keys() == []
+    assert store.list_keys() == []
 
 
 # Who shares a directory
 
 
 class Table:
-    """A meeting of this rank with others, who bring one of *calls* at each question; *at* does something before one."""
+    """A barrier of this rank with others, who bring one of *calls* at each question; *at* does something before one."""
 
     timeout_s = 600.0
 

@@ -10,7 +10,7 @@ import torch
 from orc.runtime import Accelerator
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 from orc.runtime.checkpoint.format.manifest import NAME
-from orc.runtime.checkpoint.replication.meeting import Meeting
+from orc.runtime.checkpoint.replication.barrier import Barrier
 from orc.runtime.checkpoint.storage.remote import Remote, place, read_manifest
 from orc.runtime.testing import run_threads
 
@@ -61,29 +61,29 @@ def loaded(directory):
 
 def messages(monkeypatch, fault=None):
     """Count what is held on each rank; take the verdict of message *fault* = (rank, number, when) away."""
-    counts, names, hold = {}, [], Meeting.hold
+    counts, names, hold = {}, [], Barrier.hold
 
-    def faulty(meeting, what, *args, **options):
+    def faulty(barrier, what, *args, **options):
         if not threading.current_thread().name.startswith("rank-"):
-            return hold(meeting, what, *args, **options)
-        number = counts[meeting.rank] = counts.get(meeting.rank, 0) + 1
-        if meeting.rank == 0:
+            return hold(barrier, what, *args, **options)
+        number = counts[barrier.rank] = counts.get(barrier.rank, 0) + 1
+        if barrier.rank == 0:
             names.append(what)
-        if fault == (meeting.rank, number, "before"):
+        if fault == (barrier.rank, number, "before"):
             raise Lost("taken away before")
-        result = hold(meeting, what, *args, **options)
-        if fault == (meeting.rank, number, "after"):
+        result = hold(barrier, what, *args, **options)
+        if fault == (barrier.rank, number, "after"):
             raise Lost("taken away after")
         return result
 
-    monkeypatch.setattr(Meeting, "hold", faulty)
+    monkeypatch.setattr(Barrier, "hold", faulty)
     return names
 
 
 def test_a_fault_at_any_message_leaves_one_whole_checkpoint(target, monkeypatch):
     monkeypatch.setattr("orc.runtime.checkpoint.save._COMMIT_PATIENCE_S", 0.3)
-    for name, value in {"PATIENCE_S": 0.3, "FAREWELL_S": 0.1, "_VERDICT_S": 0.3}.items():
-        monkeypatch.setattr(f"orc.runtime.checkpoint.replication.meeting.{name}", value)
+    for name, value in {"PATIENCE_S": 0.3, "READERS_S": 0.1, "_VERDICT_S": 0.3}.items():
+        monkeypatch.setattr(f"orc.runtime.checkpoint.replication.barrier.{name}", value)
     with monkeypatch.context() as patch:
         names = messages(patch)
         assert saving(target, 1.0) == [None, None]

@@ -21,7 +21,7 @@ from orc.runtime.checkpoint.format.manifest import NAME, Manifest, read_manifest
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.state import placing, rng
 from orc.runtime.checkpoint.state.placing import placed, read_weights, unmapped, unpickle
-from orc.runtime.checkpoint.storage.copying import Copies
+from orc.runtime.checkpoint.storage.copying import CopyQueue
 from orc.runtime.checkpoint.storage.durable import FileRecord, write_file
 from orc.runtime.checkpoint.storage.remote import Remote
 from orc.runtime.checkpoint.verified import Verified, verified, verify
@@ -37,12 +37,12 @@ CPU = torch.device("cpu")
 def context(**changes):
     facts = {"rank": 0, "world_size": 1, "is_main": True, "is_local_main": True, "node_rank": 0}
     rank = changes.get("rank", 0)
-    topology = SimpleNamespace(data_rank=rank, draws_like=rank)
+    topology = SimpleNamespace(data_rank=rank, rng_source_rank=rank)
     return SimpleNamespace(**facts | {"compute": TORCH, "device": torch.device("cpu"), "topology": topology} | changes)
 
 
 class Table:
-    """A meeting where this rank sits with *others*, who bring what `others` says of each question."""
+    """A barrier where this rank sits with *others*, who bring what `others` says of each question."""
 
     timeout_s = 600.0
 
@@ -430,7 +430,7 @@ def test_weights_are_read_with_the_names_that_share_a_tensor(tmp_path):
 
 
 def copied(state, current=None):
-    with Copies() as copies:
+    with CopyQueue() as copies:
         return unmapped(state, copies, current)
 
 
@@ -909,7 +909,7 @@ def test_of_two_values_for_tied_weights_the_last_counts():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     state = {"1.weight": torch.full((2, 2), 2.0), "0.weight": torch.ones(2, 2)}
-    with Copies() as copies:
+    with CopyQueue() as copies:
         found = placed(state, model, copies)
     model.load_state_dict(found)
     assert model[0].weight.tolist() == [[2.0, 2.0], [2.0, 2.0]]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from orc.runtime import Accelerator, ProjectConfiguration
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 from orc.runtime.checkpoint.replication import absence
-from orc.runtime.checkpoint.replication.standing import Standing, stays_away
+from orc.runtime.checkpoint.replication.rank_state import RankState, absence_reason
 from orc.runtime.checkpoint.state.ownership import FILE
 
 pytestmark = pytest.mark.distributed
@@ -203,11 +203,11 @@ def test_what_is_spread_over_the_ranks_is_refused_on_the_main_process(tmp_path, 
     assert not (tmp_path / "there").exists()
 
 
-HERE = Standing(((3, 0, 5),), {"cpu": 10}, "checkpoint", "train.py:9", 1.0, 50.0)
+HERE = RankState(((3, 0, 5),), {"cpu": 10}, "checkpoint", "train.py:9", 1.0, 50.0)
 
 
 def other(progress=((3, 0, 5),), collectives=11, activity="collective", where="train.py:7", processor_s=1.0, at_s=2.0):
-    return Standing(progress, {"cpu": collectives}, activity, where, processor_s, at_s)
+    return RankState(progress, {"cpu": collectives}, activity, where, processor_s, at_s)
 
 
 @pytest.mark.parametrize(
@@ -231,5 +231,5 @@ def other(progress=((3, 0, 5),), collectives=11, activity="collective", where="t
     ],
 )
 def test_a_rank_stays_away_only_where_it_cannot_come(before, now, stays):
-    assert (stays_away(HERE, before, now) is not None) is stays
-    assert Standing.from_json(now.to_json()) == now
+    assert (absence_reason(HERE, before, now) is not None) is stays
+    assert RankState.from_json(now.to_json()) == now

@@ -167,20 +167,20 @@ def test_ranks_that_are_new_draw_numbers_of_their_own(tmp_path, run_ranks):
 
 def test_a_save_waits_as_long_as_the_scripts_collectives(monkeypatch):
     with use_context(RunContext.fake(0, 2)):
-        assert Accelerator()._checkpointing.checkpoints.meeting.timeout_s == 600
+        assert Accelerator()._checkpointing.checkpoints.barrier.timeout_s == 600
         chosen = InitProcessGroupKwargs(timeout=timedelta(seconds=7))
         checkpoints = Accelerator(kwargs_handlers=[chosen])._checkpointing.checkpoints
-        assert checkpoints.meeting.timeout_s == checkpoints._background_meeting.timeout_s == 7
+        assert checkpoints.barrier.timeout_s == checkpoints._background_barrier.timeout_s == 7
     monkeypatch.setenv("ORC_TIMEOUT_S", "8")
     with use_context(RunContext.fake(0, 2)):
-        assert Accelerator()._checkpointing.checkpoints.meeting.timeout_s == 8
+        assert Accelerator()._checkpointing.checkpoints.barrier.timeout_s == 8
 
 
 def test_a_save_on_one_rank_only_names_the_rank_that_did_not_come(tmp_path, run_ranks):
     def save_on_main(root):
         accelerator = build(root)[0]
         if accelerator.is_main_process:
-            accelerator._checkpointing.checkpoints.meeting.timeout_s = 1.0
+            accelerator._checkpointing.checkpoints.barrier.timeout_s = 1.0
             try:
                 accelerator.save_state()
             except Exception as error:
@@ -190,7 +190,7 @@ def test_a_save_on_one_rank_only_names_the_rank_that_did_not_come(tmp_path, run_
     def save_on_other(root):
         accelerator = build(root)[0]
         if not accelerator.is_main_process:
-            accelerator._checkpointing.checkpoints.meeting.timeout_s = 1.0
+            accelerator._checkpointing.checkpoints.barrier.timeout_s = 1.0
             try:
                 accelerator.save_state()
             except Exception as error:
@@ -340,17 +340,17 @@ def test_several_accelerators_of_one_run_save_and_load_one_after_the_other(tmp_p
 
 def test_meetings_keep_the_store_small_and_in_step(run_ranks):
     def meet():
-        from orc.runtime.checkpoint.replication.meeting import Meeting
+        from orc.runtime.checkpoint.replication.barrier import Barrier
         from orc.runtime.core.context import current_context
 
         context = current_context()
-        meeting = Meeting(context, timeout_s=60)
-        totals = [meeting.hold("sum", context.rank + n, sum) for n in range(20)]
+        barrier = Barrier(context, timeout_s=60)
+        totals = [barrier.hold("sum", context.rank + n, sum) for n in range(20)]
         context.barrier()
-        keys = sum("orc/meeting" in key for key in context.store.list_keys()) if context.is_main else 0
+        keys = sum("orc/barrier" in key for key in context.store.list_keys()) if context.is_main else 0
         context.barrier()
         try:
-            meeting.hold(f"step {context.rank}", None, len)
+            barrier.hold(f"step {context.rank}", None, len)
         except Exception as error:
             return totals, keys, str(error)
 

@@ -20,7 +20,7 @@ from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import pickled
 from orc.runtime.checkpoint.format.manifest import Manifest, read_manifest
 from orc.runtime.checkpoint.format.naming import CheckpointRoot
-from orc.runtime.checkpoint.replication.meeting import attempt
+from orc.runtime.checkpoint.replication.barrier import attempt
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.request import Progress, SaveRequest
 from orc.runtime.checkpoint.save import Opened, looks, open_destination, write
@@ -67,7 +67,7 @@ def context(**changes):
 
 
 class Table:
-    """A meeting where this rank sits with *others*, who bring what `others` says of each question."""
+    """A barrier where this rank sits with *others*, who bring what `others` says of each question."""
 
     timeout_s = 600.0
 
@@ -307,7 +307,7 @@ def test_hooks_may_take_weights_off_the_list_and_models_stay(tmp_path):
     assert len(prepared.models) == 2
 
 
-def test_what_keeps_a_rank_from_collecting_is_brought_to_the_meeting(tmp_path):
+def test_what_keeps_a_rank_from_collecting_is_brought_to_the_barrier(tmp_path):
     destination = LocalDestination(tmp_path / "s", "t", True, None)
     assert capture(context(), parts(), request(), destination).startswith(f"{tmp_path}/s.tmp was made by another rank")
     destination.prepare()
@@ -474,8 +474,8 @@ def test_objects_are_committed_with_the_manifest_of_what_was_written(bucket):
 def test_several_sites_complete_each_other_before_any_commits(tmp_path, monkeypatch):
     sites, asked = Sites(0, (0, 1)), []
 
-    def complete(meeting, where, destination):
-        asked.append((meeting, where, destination))
+    def complete(barrier, where, destination):
+        asked.append((barrier, where, destination))
         (destination.path() / "b").write_bytes(b"22")
         return {"b": FileRecord(2, (5,))}
 

@@ -14,7 +14,7 @@ def layout(rank, world_size, sizes):
 def test_all_ranks_are_replicas_until_something_else_is_chosen():
     topology = RunContext.fake(2, 4).topology
     assert topology.sizes == {"pp": 1, "dp_replicate": 4, "dp_shard": 1, "cp": 1, "sp": 1, "tp": 1}
-    assert (topology.take_share(), topology.counts, topology.peers) == ((2, 4), True, 1)
+    assert (topology.pin_data_share(), topology.counts, topology.peers) == ((2, 4), True, 1)
     assert str(topology) == "dp_replicate 4"
     assert str(RunContext.fake().topology) == "one rank"
 
@@ -75,7 +75,7 @@ def test_it_is_chosen_once():
 
 def test_what_loaders_rely_on_already_does_not_change():
     ctx = RunContext.fake(0, 4)
-    assert ctx.topology.take_share() == (0, 4)
+    assert ctx.topology.pin_data_share() == (0, 4)
     with pytest.raises(ContextError, match="share the data out over 4 ranks"):
         ctx.set_topology({"dp_shard": 2, "tp": 2}, by="parallelism_config")
     assert ctx.set_topology({"dp_shard": 4}, by="fsdp_plugin").data_size == 4
@@ -182,7 +182,7 @@ def test_groups_beside_that_of_all_ranks_have_the_time_out_that_was_asked_for(ru
 
         if own:  # as with nccl: nothing carries tensors on the CPU
             dist.init_process_group("cuda:gloo", timeout=timedelta(seconds=77))
-            process_group._board = dist.group.WORLD, (None, b"k" * 32)  # it would be found over the GPUs
+            process_group._run_store = dist.group.WORLD, (None, b"k" * 32)  # it would be found over the GPUs
         ctx = PartialState(cpu=True).ctx
         groups = [ctx.control_group("this test")]
         if not own:

@@ -210,7 +210,7 @@ def test_loaders_work_over_a_group_that_the_script_opened_without_a_backend_for_
         from orc.runtime.launch import process_group
 
         dist.init_process_group("cuda:gloo")  # as with nccl: nothing carries tensors on the CPU
-        process_group._board = dist.group.WORLD, (None, b"k" * 32)  # it would be found over the GPUs
+        process_group._run_store = dist.group.WORLD, (None, b"k" * 32)  # it would be found over the GPUs
         rank = dist.get_rank()
         torch.manual_seed(100 + rank)
         context = process_group.open_context(dict(os.environ))

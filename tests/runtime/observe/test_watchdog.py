@@ -16,11 +16,11 @@ import torch
 from orc.runtime.core.config import resolve
 from orc.runtime.observe.flight_recorder import LastCollective, behind, flight_record, last_collectives
 from orc.runtime.observe.watchdog import Beat, StallRules, holding_up, late_ranks, summarize, table
-from orc.runtime.observe.whereabouts import Place, main_place, place_of
+from orc.runtime.observe.whereabouts import CallSite, call_site_of, main_call_site
 
-BACKWARD = Place("train.py:9 in main", "loss.backward()", "Tensor.backward", "backward")
-SYNCHRONIZING = Place("train.py:7 in main", "log(loss.item())", "", "synchronize")
-READING = Place("train.py:5 in main", "x = read()", "", "script")
+BACKWARD = CallSite("train.py:9 in main", "loss.backward()", "Tensor.backward", "backward")
+SYNCHRONIZING = CallSite("train.py:7 in main", "log(loss.item())", "", "synchronize")
+READING = CallSite("train.py:5 in main", "x = read()", "", "script")
 
 
 def beat(rank, position, idle_s=1.0, step_s=0.1, place=BACKWARD):
@@ -176,9 +176,9 @@ def test_a_stall_is_reported_before_the_collectives_time_out(limit, expected):
 
 
 def test_where_a_process_is_names_the_script_s_line():
-    place = main_place()
+    place = main_call_site()
     assert place.where.startswith(f"{__file__}:")
-    assert place.line == "place = main_place()"
+    assert place.line == "place = main_call_site()"
     assert place.activity == "script"
 
 
@@ -206,9 +206,9 @@ def test_a_call_into_c_that_waits_for_the_device_is_told_from_others(line, activ
     try:
         while (frame := sys._current_frames()[thread.ident]).f_code.co_name != "main":
             pass
-        place = place_of(frame)
+        place = call_site_of(frame)
         while place.activity != activity and time.monotonic() < deadline:  # the thread is on its way into the call
-            place = place_of(sys._current_frames()[thread.ident])
+            place = call_site_of(sys._current_frames()[thread.ident])
         assert place.activity == activity
         assert place.where == f"{script}:2 in main"
     finally:
@@ -377,7 +377,7 @@ def test_a_rank_that_gives_no_answer_is_named_and_the_others_end_with_their_own_
 
 
 @pytest.mark.distributed
-def test_rank_0_that_serves_the_board_is_named_when_it_gives_no_answer(launch, tmp_path, free_port):
+def test_rank_0_that_serves_the_store_is_named_when_it_gives_no_answer(launch, tmp_path, free_port):
     stopped = "os.kill(os.getpid(), signal.SIGSTOP)"
     _, (status, _) = launch(stopped, 2, free_port(), culprit=0, kills_it=True, ORC_STALL_TIMEOUT_S="4")
     assert status == 79

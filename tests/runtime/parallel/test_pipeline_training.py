@@ -175,7 +175,7 @@ def test_two_stages_learn_what_one_process_learns(run_ranks, tmp_path):
             accelerator.ctx.store.get("pipeline/broken/by")
             raise RuntimeError("Timed out waiting for send operation to complete")
 
-        model.line._schedules[True].step = broken
+        model.runner._schedules[True].step = broken
         fails("schedule", model, words, target=target)
         return own, seen
 

@@ -322,7 +322,7 @@ def test_what_cannot_be_cut_is_refused_on_every_rank_with_all_its_names(make, pl
     [
         ({"fsdp_plugin": {"fsdp_version": 1}}, "the strategies tensor and fsdp1 cannot be used together"),
         ({"tp_handler": {"enable_async_tp": True}}, "enable_async_tp needs GPUs"),
-        ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, "and here copies averages them"),
+        ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, "and here replicas averages them"),
     ],
 )
 def test_what_does_not_go_with_tensor_parallelism_is_refused_by_name(options, message):

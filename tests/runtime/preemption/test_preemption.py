@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from orc.runtime import Accelerator
 from orc.runtime.checkpoint.format.manifest import read_manifest
-from orc.runtime.collectives.board import BoardTimeout, LocalBoard
+from orc.runtime.collectives.store import LocalStore, StoreTimeout
 from orc.runtime.core.context import current_context, reset_default
 from orc.runtime.preemption.preemption import Preempted, Preemption, PreemptionError
 
@@ -112,7 +112,7 @@ class Group:
     """The process group of one rank."""
 
 
-class BusyBoard(LocalBoard):
+class BusyStore(LocalStore):
     """Of a rank 0 whose interpreter is busy with something else at the first questions."""
 
     busy = 3
@@ -120,12 +120,12 @@ class BusyBoard(LocalBoard):
     def check(self, keys):
         if self.busy:
             self.busy -= 1
-            raise BoardTimeout("rank 0 has not answered for 60 s")
+            raise StoreTimeout("rank 0 has not answered for 60 s")
         return super().check(keys)
 
 
 def test_a_rank_0_that_was_busy_for_long_is_asked_again():
-    board, stops = BusyBoard(), {}
+    store, stops = BusyStore(), {}
 
     def tick(preemption):
         while not preemption.tick():
@@ -133,13 +133,13 @@ def test_a_rank_0_that_was_busy_for_long_is_asked_again():
         stops[preemption.rank] = preemption.ticks
 
     env = SimpleNamespace(job=SimpleNamespace(attempt_dir=None))
-    contexts = [SimpleNamespace(rank=rank, world_size=2, store=board, env=env, group=Group()) for rank in range(2)]
+    contexts = [SimpleNamespace(rank=rank, world_size=2, store=store, env=env, group=Group()) for rank in range(2)]
     both = [Preemption(context, poll_s=0.01, patience_s=20) for context in contexts]
     try:
         for preemption in both:
             preemption.install()
         deadline = time.monotonic() + 20
-        while board.busy and time.monotonic() < deadline:
+        while store.busy and time.monotonic() < deadline:
             time.sleep(0.01)
         both[1].signal = signal.SIGTERM
         threads = [threading.Thread(target=tick, args=(preemption,), daemon=True) for preemption in both]

@@ -13,7 +13,7 @@ def relays(directory, broken=None):
 
     from orc.runtime import Accelerator
     from orc.runtime.checkpoint.replication import relay as module
-    from orc.runtime.checkpoint.replication.meeting import Meeting
+    from orc.runtime.checkpoint.replication.barrier import Barrier
     from orc.runtime.checkpoint.storage.durable import HashingFile
 
     module.PIECE = 1000
@@ -22,9 +22,9 @@ def relays(directory, broken=None):
     target.mkdir()
     names = ["empty", "large", "small"]
     contents = {"empty": b"", "large": os.urandom(9500), "small": b"abc"}
-    meeting = Meeting(context, timeout_s=60)
-    meeting.hold("begin", None, len)
-    relay = meeting.relay()
+    barrier = Barrier(context, timeout_s=60)
+    barrier.hold("begin", None, len)
+    relay = barrier.relay()
     result = None
     try:
         if context.rank == 0:
@@ -47,7 +47,7 @@ def relays(directory, broken=None):
                 assert len(os.listdir("/proc/self/fd")) == before
     except Exception as error:
         result = f"{type(error).__name__}: {error}"
-    meeting.hold("end", None, len)
+    barrier.hold("end", None, len)
     keys = [key for key in context.store.list_keys() if "relay" in key] if context.is_main else []
     context.barrier()
     found = {name: (target / name).read_bytes() for name in names if (target / name).exists()}

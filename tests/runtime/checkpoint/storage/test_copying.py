@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from orc.runtime.checkpoint.storage import copying
-from orc.runtime.checkpoint.storage.copying import Copies
+from orc.runtime.checkpoint.storage.copying import CopyQueue
 
 
 @pytest.fixture(params=[1, 2])
@@ -29,7 +29,7 @@ def test_large_and_small_tensors_of_any_layout_arrive_whole(torch_threads, monke
     targets = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
     columns = torch.zeros(40, 30).t().contiguous().t()  # another layout than its source
     parameter = torch.nn.Parameter(torch.zeros(1001, 3))
-    with Copies() as copies:
+    with CopyQueue() as copies:
         for target, source in zip(targets, sources, strict=True):
             copies.start(target, source)
         copies.start(columns, sources[2].contiguous())
@@ -43,11 +43,11 @@ def test_large_and_small_tensors_of_any_layout_arrive_whole(torch_threads, monke
 def test_tensors_made_in_inference_mode_can_be_filled():
     with torch.inference_mode():
         target = torch.zeros(3)
-        with Copies() as copies:
+        with CopyQueue() as copies:
             copies.start(target, torch.ones(3))
         assert target.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_what_cannot_be_copied_is_an_error_of_the_block():
-    with pytest.raises(RuntimeError, match="must match the size"), Copies() as copies:
+    with pytest.raises(RuntimeError, match="must match the size"), CopyQueue() as copies:
         copies.start(torch.zeros(3), torch.ones(2))

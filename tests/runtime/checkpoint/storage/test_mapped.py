@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from orc.runtime.checkpoint.storage import copying, mapped
-from orc.runtime.checkpoint.storage.copying import Copies
+from orc.runtime.checkpoint.storage.copying import CopyQueue
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def given(tmp_path):
 
 
 def fill(path, lazily, targets):
-    with Copies() as copies:
+    with CopyQueue() as copies:
         copies.read_from(path)
         for name, target in targets.items():
             copies.start(target, lazily[name])
@@ -90,7 +90,7 @@ def test_what_is_not_read_is_copied(given, tmp_path, monkeypatch):
 
 def test_a_file_that_has_become_shorter_is_an_error(given):
     path, _, lazily = given
-    with Copies() as copies:
+    with CopyQueue() as copies:
         copies.read_from(path)
         os.truncate(path, 5000)
         copies.start(torch.empty(3000, 7), lazily["large"])

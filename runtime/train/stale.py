@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def refuse_gone(optimizer: Any, models: Sequence[nn.Module], optimizers: Iterable[Any]) -> None:
+def refuse_stale(optimizer: Any, models: Sequence[nn.Module], optimizers: Iterable[Any]) -> None:
     """Refuse *optimizer* if parameters of *models* were replaced after it was made, and it has the old ones.
 
     A parameter that no model has may be one of the script's own. It was replaced if it has no gradient, and no

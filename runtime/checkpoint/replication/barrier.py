@@ -1,6 +1,6 @@
-"""Meetings: the ranks of a save or load agree over the board, with a time-out that names the missing ranks.
+"""Barriers: the ranks of a save or load agree over the store, with a time-out that names the missing ranks.
 
-A collective would hang when one rank does not come, and its error would name no rank. A meeting costs two small
+A collective would hang when one rank does not come, and its error would name no rank. A barrier costs two small
 messages per rank. A save asks on the way whether those who are missing can come at all (`absence`).
 """
 
@@ -16,39 +16,39 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing, RanksElsewhere
-from orc.runtime.collectives.board import ANSWER_S, BoardError, BoardTimeout, next_name, series
+from orc.runtime.collectives.store import ANSWER_S, StoreError, StoreTimeout, next_name, series
 
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.replication.absence import Absence
     from orc.runtime.checkpoint.replication.relay import Relay
-    from orc.runtime.collectives.board import Board
+    from orc.runtime.collectives.store import Store
     from orc.runtime.core.context import RunContext
 
 Verdict = Callable[[list[Any]], Any]
 T = TypeVar("T")
 PATIENCE_S = 600.0
-FAREWELL_S = 5.0
+READERS_S = 5.0
 _VERDICT_S = 5.0  # beyond the time-out, in which rank 0 tells who has not come
 
 
-class Meeting:
-    """The meetings of one process with its peers, in the same order on all of them.
+class Barrier:
+    """The barriers of one process with its peers, in the same order on all of them.
 
     timeout_s:
         How long to wait for ranks that have not come, in seconds.
     name:
-        Of this series of meetings; series of different names run beside each other, each in a thread of its own. Those
+        Of this series of barriers; series of different names run beside each other, each in a thread of its own. Those
         of one name are told apart by their order, which is the same on all ranks.
     """
 
-    def __init__(self, context: RunContext, timeout_s: float | None = None, name: str = "meeting") -> None:
+    def __init__(self, context: RunContext, timeout_s: float | None = None, name: str = "barrier") -> None:
         self.rank = context.rank
         self.world_size = context.world_size
         self.timeout_s = timeout_s or context.config.timeout_s or PATIENCE_S
         self._given = context.store
         self._series = series(context)
         self._name = next_name(context, name)
-        self._store: Board | None = None
+        self._store: Store | None = None
         self._count = 0
         self._relays = 0
         self._runs_apart = bool(context.key)  # each rank in a process of its own
@@ -62,7 +62,7 @@ class Meeting:
         waited for.
 
         Raises:
-            RanksElsewhere: with *absence*, on rank 0; no other rank will come. Meetings go on as if this one had not
+            RanksElsewhere: with *absence*, on rank 0; no other rank will come. Barriers go on as if this one had not
                 been.
             CheckpointError: the verdict's, or the names of the ranks that did not come within the time-out, or with
                 *absence* will not.
@@ -90,14 +90,14 @@ class Meeting:
                     f"while rank {self.rank} was elsewhere. Call {what} on every rank at the same place, or on "
                     "the main process alone"
                 ) from None
-            except BoardTimeout as error:
+            except StoreTimeout as error:
                 raise RankMissing(
                     f"{what}: rank 0 has not come within {timeout_s or self.timeout_s:g} s, rank {self.rank} is here; "
                     f"every rank must call it ({error})"
                 ) from None
-            except BoardError as error:
+            except StoreError as error:
                 raise RankMissing(f"{what}: rank 0 is gone, rank {self.rank} is here ({error})") from None
-            with suppress(BoardError):  # rank 0 may wait for it, but not for ever
+            with suppress(StoreError):  # rank 0 may wait for it, but not for ever
                 store.set(f"{prefix}left/{self.rank}", "")
             if failed is not None:
                 raise (RankMissing if absent else CheckpointError)(failed)
@@ -116,14 +116,14 @@ class Meeting:
             failed, absent = f"{what}: rank 0 failed: {type(error).__name__}: {error}", True
             raise
         finally:
-            if alone:  # nobody else knows of this meeting
+            if alone:  # nobody else knows of this barrier
                 store.delete_key(f"{prefix}0")
                 self._count -= 1
             else:
                 self._tell(store, prefix, [failed, result, absent])
         return result
 
-    def _tell(self, store: Board, prefix: str, verdict: list[Any]) -> None:
+    def _tell(self, store: Store, prefix: str, verdict: list[Any]) -> None:
         store.set(f"{prefix}verdict", json.dumps(verdict))
         if self._runs_apart:
             came = [rank for rank in range(1, self.world_size) if store.check([f"{prefix}{rank}"])]
@@ -139,7 +139,7 @@ class Meeting:
         return f"orc/{self._name}/alone"
 
     def _collect(
-        self, store: Board, prefix: str, what: str, deadline: float, patience: float, absence: Absence | None
+        self, store: Store, prefix: str, what: str, deadline: float, patience: float, absence: Absence | None
     ) -> list[Any]:
         keys = [f"{prefix}{rank}" for rank in range(self.world_size)]
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
@@ -156,7 +156,7 @@ class Meeting:
                     "on the main process alone"
                 ) from None
             raise
-        except BoardTimeout:
+        except StoreTimeout:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if missing:
                 names = ", ".join(map(str, missing))
@@ -170,34 +170,34 @@ class Meeting:
             raise RankMissing(f"rank 0 is in {what}, but {'; '.join(sorted(others))}: the ranks do not run in step")
         return [value for _, value in said]
 
-    def _forget(self, store: Board, number: int) -> None:
-        # Everybody who is at meeting n has left meeting n - 1 with its verdict, so n - 2 is read by nobody.
+    def _forget(self, store: Store, number: int) -> None:
+        # Everybody who is at barrier n has left barrier n - 1 with its verdict, so n - 2 is read by nobody.
         if number > 0:
             ranks = range(self.world_size)
             for name in (*map(str, ranks), *(f"left/{rank}" for rank in ranks[1:]), "verdict"):
                 store.delete_key(f"orc/{self._name}/{number}/{name}")
 
     def withdraw(self) -> None:
-        """Let the next series have the name of this one, where no meeting has been held that peers could have seen."""
+        """Let the next series have the name of this one, where no barrier has been held that peers could have seen."""
         name, number = self._name.rsplit("/", 1)
         if self._count == 0 and int(number) == self._series[name]:
             self._series[name] -= 1
 
     def relay(self) -> Relay:
-        """A way to send files; all ranks request it, at the same place between two meetings."""
+        """A way to send files; all ranks request it, at the same place between two barriers."""
         from orc.runtime.checkpoint.replication.relay import Relay
 
         self._relays += 1
         return Relay(self._connect(), f"orc/{self._name}/relay/{self._relays}/", self.timeout_s)
 
     def part(self, timeout_s: float = 10.0) -> None:
-        """The last word before a process may exit: rank 0, whose process holds the board, leaves last."""
+        """The last word before a process may exit: rank 0, whose process holds the store, leaves last."""
         if self.world_size == 1:
             return
         store = self._connect()
         self._count += 1
         prefix = f"orc/{self._name}/{self._count}/"
-        with suppress(BoardError):  # whoever did not come will not read anything either
+        with suppress(StoreError):  # whoever did not come will not read anything either
             if self.rank != 0:
                 store.set(f"{prefix}{self.rank}", "")
             else:
@@ -205,11 +205,11 @@ class Meeting:
                 _unread.pop((id(store), self._name), None)  # who parts has read the last verdict
                 self._forget(store, self._count - 1)
 
-    def _connect(self) -> Board:
+    def _connect(self) -> Store:
         # A connection of our own: a wait blocks everybody else on the same one.
         if self._store is None:
             if self._given is None:
-                raise CheckpointError("saving and loading with several processes needs the board of their run")
+                raise CheckpointError("saving and loading with several processes needs the store of their run")
             self._store = self._given.clone(max(ANSWER_S, self.timeout_s))
         return self._store
 
@@ -222,24 +222,24 @@ def agree_on_no_error(errors: list[Any]) -> None:
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the result of *action*, or its error as text to bring to the meeting: no other rank must wait for it."""
+    """Return the result of *action*, or its error as text to bring to the barrier: no other rank must wait for it."""
     try:
         return action(), None
     except CheckpointError as error:
         return None, str(error)
-    except Exception as error:  # noqa: BLE001 - raised on every rank by the meeting
+    except Exception as error:  # noqa: BLE001 - raised on every rank by the barrier
         return None, f"{type(error).__name__}: {error}"
 
 
-def see_off(timeout_s: float = FAREWELL_S) -> None:
-    """On rank 0, whose process holds the board: wait until the others have read the last verdicts."""
+def wait_for_readers(timeout_s: float = READERS_S) -> None:
+    """On rank 0, whose process holds the store: wait until the others have read the last verdicts."""
     deadline = time.monotonic() + timeout_s
     while _unread:
         _, (store, left) = _unread.popitem()
-        with suppress(BoardError):  # whoever is gone reads nothing
+        with suppress(StoreError):  # whoever is gone reads nothing
             store.wait(left, timedelta(seconds=max(deadline - time.monotonic(), 0)))
 
 
-_unread: dict[tuple[int, str], tuple[Board, list[str]]] = {}  # where a verdict was given, and who says that it was read
-atexit.register(see_off)
+_unread: dict[tuple[int, str], tuple[Store, list[str]]] = {}  # where a verdict was given, and who says that it was read
+atexit.register(wait_for_readers)
 os.register_at_fork(after_in_child=_unread.clear)  # a worker has nobody to wait for

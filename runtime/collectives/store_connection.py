@@ -1,4 +1,4 @@
-"""The connection between a rank and the board: messages that only ranks of the run can send, and read.
+"""The connection between a rank and the store: messages that only ranks of the run can send, and read.
 
 Both ends prove that they know the run's key before anything is read, and every message carries a tag over its content
 and its place in the order. Messages are JSON and plain bytes. They are not encrypted: docs/explanation/threat-model.md
@@ -16,14 +16,14 @@ import struct
 import time
 from typing import Any
 
-from orc.runtime.collectives.board import BoardError
+from orc.runtime.collectives.store import StoreError
 
 GREETING_S = 10.0  # for somebody who connects to prove who they are
 MESSAGE_BYTES = 64 << 20
 _NONCE, _TAG = 32, 32
 
 
-class Line:
+class Connection:
     """Connection that carries messages of bytes, each tagged over its place and content once both ends have a key."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -34,15 +34,15 @@ class Line:
         self._sent = self._received = 0
 
     def greet(self, key: bytes, deadline: float) -> None:
-        """The side that has connected. Raises `BoardError` when the other one has another *key*."""
+        """The side that has connected. Raises `StoreError` when the other one has another *key*."""
         theirs, ours = self._exactly(_NONCE, deadline), os.urandom(_NONCE)
         self.sock.sendall(ours + _tag(key, b"rank", theirs, ours))
         try:
             proof = self._exactly(_TAG, deadline)
         except ConnectionError:
-            raise BoardError("whoever listens there does not accept the key of this run") from None
-        if not hmac.compare_digest(proof, _tag(key, b"board", theirs, ours)):
-            raise BoardError("whoever listens there does not know the key of this run")
+            raise StoreError("whoever listens there does not accept the key of this run") from None
+        if not hmac.compare_digest(proof, _tag(key, b"store", theirs, ours)):
+            raise StoreError("whoever listens there does not know the key of this run")
         self._keys = (_tag(key, b"up", theirs, ours), _tag(key, b"down", theirs, ours))
 
     def receive_greeting(self, key: bytes) -> None:
@@ -52,16 +52,16 @@ class Line:
         self.sock.sendall(ours)
         theirs = self._exactly(_NONCE, deadline)
         if not hmac.compare_digest(self._exactly(_TAG, deadline), _tag(key, b"rank", ours, theirs)):
-            raise BoardError("somebody connected who does not know the key of this run")
-        self.sock.sendall(_tag(key, b"board", ours, theirs))
+            raise StoreError("somebody connected who does not know the key of this run")
+        self.sock.sendall(_tag(key, b"store", ours, theirs))
         self._keys = (_tag(key, b"down", ours, theirs), _tag(key, b"up", ours, theirs))
 
     def send(self, head: Any, body: bytes = b"") -> None:
-        """Send *head*, of JSON's kinds, and *body*. Raises `BoardError` where they are more than `MESSAGE_BYTES`."""
+        """Send *head*, of JSON's kinds, and *body*. Raises `StoreError` where they are more than `MESSAGE_BYTES`."""
         line = json.dumps(head).encode() + b"\n"
         size = len(line) + len(body)
         if size > MESSAGE_BYTES:
-            raise BoardError(f"a message of {size} bytes; the board takes {MESSAGE_BYTES} at most")
+            raise StoreError(f"a message of {size} bytes; the store takes {MESSAGE_BYTES} at most")
         tag = _tag(self._keys[0], struct.pack(">Q", self._sent), line, body)
         self._sent += 1
         front = struct.pack(">I", size) + tag + line
@@ -72,14 +72,14 @@ class Line:
             self.sock.sendall(body)
 
     def receive(self, timeout_s: float | None) -> tuple[Any, bytes]:
-        """Return head and body of the next message. Raises `BoardError` for one that was changed, `TimeoutError`."""
+        """Return head and body of the next message. Raises `StoreError` for one that was changed, `TimeoutError`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (size,) = struct.unpack(">I", self._exactly(4, deadline))
         if size > MESSAGE_BYTES:
-            raise BoardError("a message that is larger than any")
+            raise StoreError("a message that is larger than any")
         tag, content = self._exactly(_TAG, deadline), self._exactly(size, deadline)
         if not hmac.compare_digest(tag, _tag(self._keys[1], struct.pack(">Q", self._received), content)):
-            raise BoardError("a message was changed on its way")
+            raise StoreError("a message was changed on its way")
         self._received += 1
         end = content.index(b"\n")
         return json.loads(content[:end]), bytes(memoryview(content)[end + 1 :])

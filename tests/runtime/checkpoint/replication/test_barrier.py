@@ -1,4 +1,4 @@
-"""Meetings, with ranks that are threads and a board that is served."""
+"""Barriers, with ranks that are threads and a store that is served."""
 
 import contextlib
 import threading
@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.replication import meeting as meeting_module
-from orc.runtime.checkpoint.replication.meeting import Meeting, see_off
-from orc.runtime.collectives.board import LocalBoard
-from orc.runtime.collectives.board_server import BoardServer, RemoteBoard
+from orc.runtime.checkpoint.replication import barrier as barrier_module
+from orc.runtime.checkpoint.replication.barrier import Barrier, wait_for_readers
+from orc.runtime.collectives.store import LocalStore
+from orc.runtime.collectives.store_server import RemoteStore, StoreServer
 
 KEY = b"k" * 32
 
 
 class Context:
-    """What a meeting wants to know of its rank."""
+    """What a barrier wants to know of its rank."""
 
     def __init__(self, rank, store, group=None):
         self.rank, self.store, self.world_size, self.key, self.group = rank, store, 2, KEY, group
@@ -28,7 +28,7 @@ class Group:
     """Process group."""
 
 
-class SlowBoard(RemoteBoard):
+class SlowStore(RemoteStore):
     """Of a rank that gets no processor when the verdict is there."""
 
     slow = threading.Event()
@@ -38,17 +38,17 @@ class SlowBoard(RemoteBoard):
         return super().get(key)
 
     def clone(self, answer_s=30.0):
-        return SlowBoard(self.host, self.port, self._key, answer_s)
+        return SlowStore(self.host, self.port, self._key, answer_s)
 
 
 @pytest.fixture
 def both():
-    board = LocalBoard()
-    server = BoardServer(board, KEY, "127.0.0.1")
-    SlowBoard.slow = threading.Event()
-    yield Context(0, board), Context(1, SlowBoard("127.0.0.1", server.port, KEY))
-    SlowBoard.slow.set()
-    meeting_module._unread.clear()
+    store = LocalStore()
+    server = StoreServer(store, KEY, "127.0.0.1")
+    SlowStore.slow = threading.Event()
+    yield Context(0, store), Context(1, SlowStore("127.0.0.1", server.port, KEY))
+    SlowStore.slow.set()
+    barrier_module._unread.clear()
     server.close()
 
 
@@ -63,7 +63,7 @@ def test_rank_0_does_not_end_before_the_others_have_read_the_verdict(both, fails
 
     def meet(context):
         try:
-            ends[context.rank] = Meeting(context).hold("saving", context.rank + 1, verdict)
+            ends[context.rank] = Barrier(context).hold("saving", context.rank + 1, verdict)
         except CheckpointError as error:
             ends[context.rank] = str(error)
 
@@ -71,11 +71,11 @@ def test_rank_0_does_not_end_before_the_others_have_read_the_verdict(both, fails
     for thread in threads:
         thread.start()
     threads[0].join(30)
-    leaving = threading.Thread(target=see_off, args=(30,))  # what the end of rank 0's process does
+    leaving = threading.Thread(target=wait_for_readers, args=(30,))  # what the end of rank 0's process does
     leaving.start()
     leaving.join(0.2)
     assert leaving.is_alive()
-    SlowBoard.slow.set()
+    SlowStore.slow.set()
     for thread in (leaving, threads[1]):
         thread.join(30)
         assert not thread.is_alive()
@@ -87,17 +87,17 @@ def test_an_answer_may_take_as_long_as_a_rank_may_be_late():
     asked = []
     context = Context(1, SimpleNamespace(clone=lambda answer_s=0: asked.append(answer_s)))
     context.config.timeout_s = 900.0
-    Meeting(context)._connect()
+    Barrier(context)._connect()
     assert asked == [900.0]
 
 
 def test_the_end_waits_for_nobody_who_has_parted(both):
-    SlowBoard.slow.set()
+    SlowStore.slow.set()
 
     def meet(context):
-        meeting = Meeting(context, name="background")
-        meeting.hold("saving", 0, max)
-        meeting.part()
+        barrier = Barrier(context, name="background")
+        barrier.hold("saving", 0, max)
+        barrier.part()
 
     threads = [threading.Thread(target=meet, args=(context,)) for context in both]
     for thread in threads:
@@ -105,15 +105,15 @@ def test_the_end_waits_for_nobody_who_has_parted(both):
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    assert not meeting_module._unread
+    assert not barrier_module._unread
 
 
 def test_who_starts_anew_over_the_same_group_finds_nothing_of_the_meetings_before():
-    """A script resets its state and makes another Accelerator: another context, of the same group and board."""
-    board, group = LocalBoard(), Group()
-    names = [Meeting(Context(1, board, group))._name for _ in range(2)]
-    assert names == ["meeting/1", "meeting/2"]
-    assert Meeting(Context(1, board, Group()))._name == "meeting/1", "of a new group with a new board"
+    """A script resets its state and makes another Accelerator: another context, of the same group and store."""
+    store, group = LocalStore(), Group()
+    names = [Barrier(Context(1, store, group))._name for _ in range(2)]
+    assert names == ["barrier/1", "barrier/2"]
+    assert Barrier(Context(1, store, Group()))._name == "barrier/1", "of a new group with a new store"
 
 
 def test_the_end_does_not_wait_long_for_a_rank_that_is_gone(both):
@@ -121,12 +121,12 @@ def test_the_end_does_not_wait_long_for_a_rank_that_is_gone(both):
 
     def stay():
         with contextlib.suppress(CheckpointError):
-            Meeting(second).hold("saving", 0, max)
+            Barrier(second).hold("saving", 0, max)
 
     threading.Thread(target=stay, daemon=True).start()
-    Meeting(first).hold("saving", 0, max)
+    Barrier(first).hold("saving", 0, max)
     began = time.monotonic()
-    see_off(0.2)
+    wait_for_readers(0.2)
     assert time.monotonic() - began < 10
-    see_off()  # once
-    assert not meeting_module._unread
+    wait_for_readers()  # once
+    assert not barrier_module._unread

@@ -1,4 +1,4 @@
-"""The board: what ranks leave each other, and what somebody who is no rank can do to it."""
+"""The store: what ranks leave each other, and what somebody who is no rank can do to it."""
 
 import contextlib
 import os
@@ -10,59 +10,59 @@ from datetime import timedelta
 
 import pytest
 
-from orc.runtime.collectives import board_line
-from orc.runtime.collectives.board import BoardError, BoardTimeout, LocalBoard
-from orc.runtime.collectives.board_server import STRANGERS, BoardServer, RemoteBoard, open_board
+from orc.runtime.collectives import store_connection
+from orc.runtime.collectives.store import LocalStore, StoreError, StoreTimeout
+from orc.runtime.collectives.store_server import STRANGERS, RemoteStore, StoreServer, open_store
 
 KEY = b"k" * 32
 
 
 @pytest.fixture
 def local():
-    return LocalBoard()
+    return LocalStore()
 
 
 @pytest.fixture
 def server(local):
-    server = BoardServer(local, KEY, "127.0.0.1")
+    server = StoreServer(local, KEY, "127.0.0.1")
     yield server
     server.close()
 
 
 @pytest.fixture
 def remote(server):
-    return RemoteBoard("127.0.0.1", server.port, KEY, answer_s=20)
+    return RemoteStore("127.0.0.1", server.port, KEY, answer_s=20)
 
 
 @pytest.fixture(params=["local", "remote"])
-def board(request):
+def store(request):
     return request.getfixturevalue(request.param)
 
 
-def test_values_are_written_and_read(board):
-    board.set("a", "text")
-    board.set("b", bytes(range(256)) * 5000)
-    assert board.multi_get(["b", "a"]) == [bytes(range(256)) * 5000, b"text"]
-    assert board.get("a") == b"text"
-    assert [board.add("n", 2), board.add("n", 3)] == [2, 5]
-    assert (board.check(["a", "n"]), board.check(["a", "z"])) == (True, False)
-    assert [board.delete_key("a"), board.delete_key("a")] == [True, False]
-    board.set("empty", "")
-    assert board.get("empty") == b""
+def test_values_are_written_and_read(store):
+    store.set("a", "text")
+    store.set("b", bytes(range(256)) * 5000)
+    assert store.multi_get(["b", "a"]) == [bytes(range(256)) * 5000, b"text"]
+    assert store.get("a") == b"text"
+    assert [store.add("n", 2), store.add("n", 3)] == [2, 5]
+    assert (store.check(["a", "n"]), store.check(["a", "z"])) == (True, False)
+    assert [store.delete_key("a"), store.delete_key("a")] == [True, False]
+    store.set("empty", "")
+    assert store.get("empty") == b""
 
 
-def test_a_wait_ends_when_the_last_key_comes(board, local):
+def test_a_wait_ends_when_the_last_key_comes(store, local):
     timer = threading.Timer(0.2, local.set, ["late", "now"])
     local.set("early", "")
     timer.start()
-    board.wait(["early", "late"], timedelta(seconds=30))
-    assert board.get("late") == b"now"
+    store.wait(["early", "late"], timedelta(seconds=30))
+    assert store.get("late") == b"now"
 
 
-def test_a_wait_ends_in_time(board):
-    with pytest.raises(BoardTimeout, match=r"nobody has written never within 0\.05 s"):
-        board.wait(["never"], timedelta(seconds=0.05))
-    assert not board.check(["never"])  # and the connection is still good
+def test_a_wait_ends_in_time(store):
+    with pytest.raises(StoreTimeout, match=r"nobody has written never within 0\.05 s"):
+        store.wait(["never"], timedelta(seconds=0.05))
+    assert not store.check(["never"])  # and the connection is still good
 
 
 def test_a_clone_answers_while_another_one_waits(remote):
@@ -75,8 +75,8 @@ def test_a_clone_answers_while_another_one_waits(remote):
 
 def test_another_key_is_refused_on_both_sides(server, local):
     local.set("secret", "x")
-    with pytest.raises(BoardError, match="does not accept the key of this run"):
-        RemoteBoard("127.0.0.1", server.port, b"another").get("secret")
+    with pytest.raises(StoreError, match="does not accept the key of this run"):
+        RemoteStore("127.0.0.1", server.port, b"another").get("secret")
     with socket.create_server(("127.0.0.1", 0)) as pretender:
 
         def pretend():
@@ -88,8 +88,8 @@ def test_another_key_is_refused_on_both_sides(server, local):
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        with pytest.raises(BoardError, match="does not know the key of this run"):
-            RemoteBoard("127.0.0.1", pretender.getsockname()[1], KEY).get("secret")
+        with pytest.raises(StoreError, match="does not know the key of this run"):
+            RemoteStore("127.0.0.1", pretender.getsockname()[1], KEY).get("secret")
         thread.join()
 
 
@@ -124,7 +124,7 @@ def test_a_stranger_changes_nothing_and_holds_nobody_up(remote, server, local, w
 
 
 def test_a_crowd_of_silent_strangers_is_turned_away_after_a_while(remote, server, monkeypatch):
-    monkeypatch.setattr(board_line, "GREETING_S", 0.5)
+    monkeypatch.setattr(store_connection, "GREETING_S", 0.5)
     strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(STRANGERS + 20)]
     try:
         remote.set("a", "b")
@@ -151,18 +151,18 @@ def test_what_is_changed_on_its_way_ends_the_connection(server, local):
 
         thread = threading.Thread(target=relay)
         thread.start()
-        with pytest.raises(BoardError):
-            RemoteBoard("127.0.0.1", between.getsockname()[1], KEY).set("a", "value")
+        with pytest.raises(StoreError):
+            RemoteStore("127.0.0.1", between.getsockname()[1], KEY).set("a", "value")
         thread.join()
     assert local.list_keys() == []
 
 
 def test_rank_0_that_does_not_answer_is_waited_for_as_long_as_was_said():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        board = RemoteBoard("127.0.0.1", silent.getsockname()[1], KEY).clone(answer_s=0.3)
+        store = RemoteStore("127.0.0.1", silent.getsockname()[1], KEY).clone(answer_s=0.3)
         began = time.monotonic()
-        with pytest.raises(BoardTimeout, match="has not answered"):
-            board.check(["a"])
+        with pytest.raises(StoreTimeout, match="has not answered"):
+            store.check(["a"])
         assert time.monotonic() - began < 10
 
 
@@ -173,20 +173,20 @@ def test_what_came_in_time_is_read_by_a_thread_that_is_late():
         with receiver:
             sender.sendall(b"answer")
             receiver.recv(6, socket.MSG_PEEK | socket.MSG_WAITALL)
-            line = board_line.Line(receiver)
+            line = store_connection.Connection(receiver)
             assert line._exactly(6, time.monotonic() - 1) == b"answer"
             with pytest.raises(TimeoutError):
                 line._exactly(1, time.monotonic() - 1)
 
 
-def test_a_board_on_all_addresses_is_reached_at_those_of_both_kinds(local):
+def test_a_store_on_all_addresses_is_reached_at_those_of_both_kinds(local):
     hosts = ["127.0.0.1"]
     with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
         hosts.append("::1")  # this machine has both
-    server = BoardServer(local, KEY, "")
+    server = StoreServer(local, KEY, "")
     try:
         for host in hosts:
-            RemoteBoard(host, server.port, KEY).set(host, "here")
+            RemoteStore(host, server.port, KEY).set(host, "here")
         assert local.list_keys() == hosts
     finally:
         server.close()
@@ -195,8 +195,8 @@ def test_a_board_on_all_addresses_is_reached_at_those_of_both_kinds(local):
 def test_rank_0_that_is_gone_is_an_error(server, remote):
     remote.set("a", "b")
     server.close()
-    with pytest.raises(BoardError, match="cannot be reached"):
-        RemoteBoard("127.0.0.1", 9, KEY).get("a")
+    with pytest.raises(StoreError, match="cannot be reached"):
+        RemoteStore("127.0.0.1", 9, KEY).get("a")
 
 
 def test_a_forked_child_takes_a_connection_of_its_own(remote, server):
@@ -219,16 +219,16 @@ def test_the_key_is_handed_round_only_where_the_launcher_gave_none():
         noted.append(note) if note is not None else None
         return noted[-1]
 
-    first, made = open_board(0, None, "127.0.0.1", "", hand_round)
-    second, known = open_board(1, None, "", "127.0.0.1", hand_round)
+    first, made = open_store(0, None, "127.0.0.1", "", hand_round)
+    second, known = open_store(1, None, "", "127.0.0.1", hand_round)
     first.set("a", "1")
     assert second.get("a") == b"1"
     assert made == known
-    first, made = open_board(0, KEY, "127.0.0.1", "", hand_round)
-    second, known = open_board(1, KEY, "", "127.0.0.1", hand_round)
+    first, made = open_store(0, KEY, "127.0.0.1", "", hand_round)
+    second, known = open_store(1, KEY, "", "127.0.0.1", hand_round)
     first.set("a", "2")
     assert second.get("a") == b"2"
     assert made == known == KEY
     assert KEY.hex().encode() not in noted[-1]
-    with pytest.raises(BoardError, match=r"ORC_TOKEN.* rank 1 has not"):
-        open_board(1, None, "", "127.0.0.1", hand_round)
+    with pytest.raises(StoreError, match=r"ORC_TOKEN.* rank 1 has not"):
+        open_store(1, None, "", "127.0.0.1", hand_round)

@@ -1,4 +1,4 @@
-"""Standings: how far a rank is, what its main thread waits in, and whether it can still come to a save.
+"""States of ranks: how far a rank is, what its main thread waits in, and whether it can still come to a save.
 
 A rank is believed to stay away only where it cannot come: it has gone on further than the rank that waits for it, or it
 stands in an operation that the waiting rank has not begun. One that computes, sleeps or reads is late, and may come.
@@ -14,24 +14,24 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.data.position import training_loader
-from orc.runtime.observe.whereabouts import WAITING, main_place
+from orc.runtime.observe.whereabouts import WAITING, main_call_site
 
 if TYPE_CHECKING:
     from orc.runtime.core.prepared import Prepared
 
-STANDS_S = 2.0  # a rank that stands for so long in an operation of all ranks waits there
+BLOCKED_S = 2.0  # a rank that stands for so long in an operation of all ranks waits there
 IDLE = 0.05  # of the time on a processor: whoever uses more computes
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankState:
     """State of one rank, as far as others can conclude from it whether it will come to them.
 
     Attributes:
         progress: for each Accelerator optimizer steps, the number of the loader that training reads, and the position
             of that loader, which grows.
         collectives: collective operations that the process group of all ranks has begun, by kind of device.
-        activity: of the main thread, as in `orc.runtime.observe.whereabouts.Place`.
+        activity: of the main thread, as in `orc.runtime.observe.whereabouts.CallSite`.
         where: the line of the script.
         processor_s: processor time of the process so far, in seconds.
         at_s: time of the look, in seconds on a clock of that process.
@@ -45,10 +45,10 @@ class Standing:
     at_s: float
 
     @classmethod
-    def here(cls, prepared: Iterable[Prepared]) -> Standing:
+    def here(cls, prepared: Iterable[Prepared]) -> RankState:
         """Return that of this process; *prepared*: by its Accelerators, in order. Callable from any thread."""
         try:
-            place = main_place()
+            place = main_call_site()
             activity, where = place.activity, place.where
         except KeyError:  # the main thread has left Python
             activity, where = "", "its end"
@@ -56,23 +56,23 @@ class Standing:
         return cls(progress, _collectives(), activity, where, time.process_time(), time.monotonic())
 
     def to_json(self) -> str:
-        """Return the standing as one line of JSON."""
+        """Return the state as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Standing:
+    def from_json(cls, text: str | bytes) -> RankState:
         """Inverse of `to_json`."""
         data = json.loads(text)
         return cls(**{**data, "progress": tuple(tuple(one) for one in data["progress"])})
 
 
-def stands_still(before: Standing, now: Standing) -> bool:
-    """Return whether a rank waits in the same operation in both of its standings."""
+def is_blocked(before: RankState, now: RankState) -> bool:
+    """Return whether a rank waits in the same operation in both of its states."""
     same = (before.progress, before.collectives, before.activity, before.where)
     return now.activity in WAITING and same == (now.progress, now.collectives, now.activity, now.where)
 
 
-def stays_away(here: Standing, before: Standing | None, now: Standing) -> str | None:
+def absence_reason(here: RankState, before: RankState | None, now: RankState) -> str | None:
     """Return why a rank will not come to the one that waits at *here*; `None` while it may.
 
     Args:
@@ -82,7 +82,7 @@ def stays_away(here: Standing, before: Standing | None, now: Standing) -> str | 
     """
     if _further(now.progress, here.progress):
         return f"goes on at {now.where}"
-    if before is None or not stands_still(before, now) or now.at_s - before.at_s < STANDS_S:
+    if before is None or not is_blocked(before, now) or now.at_s - before.at_s < BLOCKED_S:
         return None
     if not _begun(now.collectives, here.collectives):
         return None  # what it waits for is nothing of ours

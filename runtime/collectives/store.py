@@ -1,8 +1,8 @@
-"""The board: keys and values that the ranks of one run leave for each other, read and written by its ranks alone.
+"""The store: keys and values that the ranks of one run leave for each other, read and written by its ranks alone.
 
 torch's store answers whoever can connect to it. What orc's ranks agree on by themselves (where to stop, whether a
-save is complete, who stalls) decides about the run, so it goes over a board instead: a dictionary in rank 0's process,
-which `board_server` serves to the others.
+save is complete, who stalls) decides about the run, so it goes over a store instead: a dictionary in rank 0's process,
+which `store_server` serves to the others.
 
 Nothing here needs torch.
 """
@@ -27,42 +27,42 @@ def pace(world_size: int) -> float:
     return max(1.0, world_size / _ATTENTIVE)
 
 
-_series: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # by process group, which has one board
+_series: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # by process group, which has one store
 
 
 def series(context: object) -> Counter[str]:
-    """Return how many users of each name the board of *context* has had.
+    """Return how many users of each name the store of *context* has had.
 
-    Another run on the same board, as after `free_memory` or `testing.reset`, must not find what the one before has left
+    Another run on the same store, as after `free_memory` or `testing.reset`, must not find what the one before has left
     there: the names of its keys carry the next number, which is the same on all ranks.
     """
     return _series.setdefault(getattr(context, "group", None) or context, Counter())
 
 
 def next_name(context: object, name: str) -> str:
-    """Return ``name/number`` with the next number of *name* on the board of *context*."""
+    """Return ``name/number`` with the next number of *name* on the store of *context*."""
     numbers = series(context)
     numbers[name] += 1
     return f"{name}/{numbers[name]}"
 
 
-class BoardError(OrcRuntimeError):
-    """The board is gone, or its server has another key than this run."""
+class StoreError(OrcRuntimeError):
+    """The store is gone, or its server has another key than this run."""
 
 
-class BoardTimeout(BoardError):
-    """A key was not written in time, or the board did not answer in time."""
+class StoreTimeout(StoreError):
+    """A key was not written in time, or the store did not answer in time."""
 
 
-class Board(Protocol):
-    """Operations of the ranks on the board. Every thread that may wait takes a `clone` for itself."""
+class Store(Protocol):
+    """Operations of the ranks on the store. Every thread that may wait takes a `clone` for itself."""
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write *value*, in place of the one that is there."""
         ...
 
     def get(self, key: str) -> bytes:
-        """The value; waits for a while until there is one. Raises `BoardTimeout`."""
+        """The value; waits for a while until there is one. Raises `StoreTimeout`."""
         ...
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -78,19 +78,19 @@ class Board(Protocol):
         ...
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Return when all are there. Raises `BoardTimeout`."""
+        """Return when all are there. Raises `StoreTimeout`."""
         ...
 
     def delete_key(self, key: str) -> bool:
         """Remove it; whether it was there."""
         ...
 
-    def clone(self, answer_s: float = ANSWER_S) -> Board:
-        """The same board over a connection of its own; *answer_s*: how long an answer may take, in seconds."""
+    def clone(self, answer_s: float = ANSWER_S) -> Store:
+        """The same store over a connection of its own; *answer_s*: how long an answer may take, in seconds."""
         ...
 
 
-class LocalBoard:
+class LocalStore:
     """The dictionary itself, for the threads of one process."""
 
     def __init__(self) -> None:
@@ -98,23 +98,23 @@ class LocalBoard:
         self._changed = threading.Condition()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See `Board`."""
+        """See `Store`."""
         with self._changed:
             self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
             self._changed.notify_all()
 
     def get(self, key: str) -> bytes:
-        """See `Board`."""
+        """See `Store`."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """See `Board`."""
+        """See `Store`."""
         with self._changed:
             self._await(keys, ANSWER_S)
             return [self._values[key] for key in keys]
 
     def add(self, key: str, amount: int) -> int:
-        """See `Board`."""
+        """See `Store`."""
         with self._changed:
             total = int(self._values.get(key, b"0")) + amount
             self._values[key] = str(total).encode()
@@ -122,22 +122,22 @@ class LocalBoard:
             return total
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See `Board`."""
+        """See `Store`."""
         with self._changed:
             return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """See `Board`."""
+        """See `Store`."""
         with self._changed:
             self._await(keys, timeout.total_seconds())
 
     def _await(self, keys: Sequence[str], seconds: float) -> None:
         if not self._changed.wait_for(lambda: all(key in self._values for key in keys), seconds):
             missing = [key for key in keys if key not in self._values]
-            raise BoardTimeout(f"nobody has written {', '.join(missing[:3])} within {seconds:g} s")
+            raise StoreTimeout(f"nobody has written {', '.join(missing[:3])} within {seconds:g} s")
 
     def delete_key(self, key: str) -> bool:
-        """See `Board`."""
+        """See `Store`."""
         with self._changed:
             return self._values.pop(key, None) is not None
 
@@ -146,6 +146,6 @@ class LocalBoard:
         with self._changed:
             return sorted(self._values)
 
-    def clone(self, answer_s: float = ANSWER_S) -> LocalBoard:
+    def clone(self, answer_s: float = ANSWER_S) -> LocalStore:
         """Itself: threads share it."""
         return self

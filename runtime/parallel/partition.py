@@ -1,6 +1,6 @@
 """Models of which each process holds a part alone, as whole parameters (the stages of a pipeline).
 
-Where a parameter lies is said by `Parts`; `whole` brings the values of all parts together.
+Where a parameter lies is said by `Partition`; `whole` brings the values of all parts together.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from orc.runtime.parallel.replacements import order_of
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
-_ATTRIBUTE = "_orc_parts"
+_ATTRIBUTE = "_orc_partition"
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
-    """Parts of one model over the ranks of a group.
+class Partition:
+    """Partition of one model over the ranks of a group.
 
     Attributes:
         ctx: the run as one of the ranks that hold the parts: its rank is the place of the part of this process.
@@ -48,35 +48,35 @@ class Parts:
         return [name for name, places in self.holders.items() if places[0] != self.ctx.rank]
 
 
-def set_parts(model: nn.Module, parts: Parts) -> None:
+def set_partition(model: nn.Module, partition: Partition) -> None:
     """Note that *model* has a part of its parameters alone."""
-    object.__setattr__(model, _ATTRIBUTE, parts)
+    object.__setattr__(model, _ATTRIBUTE, partition)
 
 
-def parts_of(model: nn.Module) -> Parts | None:
+def partition_of(model: nn.Module) -> Partition | None:
     """Return what *model*, or the one inside it, was noted to be a part of."""
     return next((found for one in model.modules() if (found := one.__dict__.get(_ATTRIBUTE)) is not None), None)
 
 
-def whole_model(parts: Parts, state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
+def whole_model(partition: Partition, state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
     """Return the state dict of the whole model from that of each part; on every process, which calls it.
 
     Without *keep* this process takes part, and gets an empty one.
     """
-    found = whole(parts.ctx, {(name,): value for name, value in state.items()}, keep=keep)
+    found = whole(partition.ctx, {(name,): value for name, value in state.items()}, keep=keep)
     complete = {}
-    for name in parts.names:
-        path = next((one for one in ((name,), (parts.aliases.get(name),)) if one in found), None)
+    for name in partition.names:
+        path = next((one for one in ((name,), (partition.aliases.get(name),)) if one in found), None)
         if path is not None:
             complete[name] = found[path]  # one tensor where it is one
-    for alias, first in parts.aliases.items():
+    for alias, first in partition.aliases.items():
         if alias in complete and first in complete:
             complete[alias] = complete[first]
     return complete
 
 
 def whole_optimizer(
-    parts: Parts, optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, keep: bool
+    partition: Partition, optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, keep: bool
 ) -> dict[str, Any]:
     """Return the state of *optimizer* by the positions that all parameters had before it let go of those elsewhere.
 
@@ -89,8 +89,8 @@ def whole_optimizer(
     local = {
         (names[position], key): value for position, values in state["state"].items() for key, value in values.items()
     }
-    check_orders(parts.ctx, [optimizer])
-    found = whole(parts.ctx, local, keep=keep)
+    check_orders(partition.ctx, [optimizer])
+    found = whole(partition.ctx, local, keep=keep)
     order = _order(optimizer)
     positions = {name: position for position, name in enumerate(name for group in order for name in group)}
     values: dict[int, dict[str, Any]] = {}

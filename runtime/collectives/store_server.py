@@ -1,4 +1,4 @@
-"""Rank 0's board, served over TCP to the other ranks of the run, and what they see of it."""
+"""Rank 0's store, served over TCP to the other ranks of the run, and what they see of it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
-from orc.runtime.collectives.board import ANSWER_S, Board, BoardError, BoardTimeout, LocalBoard
-from orc.runtime.collectives.board_line import Line
+from orc.runtime.collectives.store import ANSWER_S, LocalStore, Store, StoreError, StoreTimeout
+from orc.runtime.collectives.store_connection import Connection
 
 CONNECT_S = 60.0
 STRANGERS = 256  # connections at once that have not proven yet who they are
 
 
-class BoardServer:
-    """Answers for *board* on a port of *address*, each connection in a thread of its own.
+class StoreServer:
+    """Answers for *store* on a port of *address*, each connection in a thread of its own.
 
     Args:
-        board: what is served.
+        store: what is served.
         key: of the run.
         address: of this host, ``""`` for all of them.
     """
 
-    def __init__(self, board: LocalBoard, key: bytes, address: str) -> None:
-        self._board = board
+    def __init__(self, store: LocalStore, key: bytes, address: str) -> None:
+        self._store = store
         self._key = key
         both = not address and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
@@ -38,7 +38,7 @@ class BoardServer:
         self._strangers = threading.BoundedSemaphore(STRANGERS)
         self._socks: WeakSet[socket.socket] = WeakSet()
         _servers.add(self)
-        threading.Thread(target=self._accept, name="orc-board", daemon=True).start()
+        threading.Thread(target=self._accept, name="orc-store", daemon=True).start()
 
     def close(self) -> None:
         """Close the server; no request is answered any more."""
@@ -59,56 +59,56 @@ class BoardServer:
                 continue
             self._socks.add(sock)
             try:
-                threading.Thread(target=self._serve, args=(sock,), name="orc-board", daemon=True).start()
+                threading.Thread(target=self._serve, args=(sock,), name="orc-store", daemon=True).start()
             except RuntimeError:  # no room for a thread
                 self._strangers.release()
                 sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            line = Line(sock)
+            connection = Connection(sock)
             try:
-                line.receive_greeting(self._key)
+                connection.receive_greeting(self._key)
             finally:
                 self._strangers.release()
             while True:
-                (name, keys, number), body = line.receive(None)
-                line.send(*self._answer(name, keys, number, body))
-        except (OSError, BoardError, ValueError, TypeError):
+                (name, keys, number), body = connection.receive(None)
+                connection.send(*self._answer(name, keys, number, body))
+        except (OSError, StoreError, ValueError, TypeError):
             return  # it has gone, or is no rank of this run: neither is the run's concern
         finally:
             sock.close()
 
     def _answer(self, name: str, keys: list[str], number: float, body: bytes) -> tuple[Any, bytes]:
-        board = self._board
+        store = self._store
         said: Any = None
         try:
             if name == "set":
-                board.set(keys[0], body)
+                store.set(keys[0], body)
             elif name == "get":
-                values = board.multi_get(keys)
+                values = store.multi_get(keys)
                 return [len(value) for value in values], b"".join(values)
             elif name == "add":
-                said = board.add(keys[0], int(number))
+                said = store.add(keys[0], int(number))
             elif name == "check":
-                said = board.check(keys)
+                said = store.check(keys)
             elif name == "wait":
-                board.wait(keys, timedelta(seconds=number))
+                store.wait(keys, timedelta(seconds=number))
             elif name == "delete":
-                said = board.delete_key(keys[0])
+                said = store.delete_key(keys[0])
             else:
                 raise ValueError(name)
-        except BoardTimeout as error:
+        except StoreTimeout as error:
             said = {"late": str(error)}
         return said, b""
 
 
-class RemoteBoard:
-    """Rank 0's board as another process sees it, over one connection that is opened when it is first needed.
+class RemoteStore:
+    """Rank 0's store as another process sees it, over one connection that is opened when it is first needed.
 
     Args:
         host: where rank 0 is.
-        port: that of its `BoardServer`.
+        port: that of its `StoreServer`.
         key: of the run.
         answer_s: how long an answer may take, in seconds.
     """
@@ -118,43 +118,43 @@ class RemoteBoard:
         self.port = port
         self._key = key
         self._answer_s = answer_s
-        self._line: Line | None = None
+        self._connection: Connection | None = None
         self._lock = threading.Lock()
         _remote.add(self)
 
-    def clone(self, answer_s: float = ANSWER_S) -> RemoteBoard:
-        """See `Board`."""
-        return RemoteBoard(self.host, self.port, self._key, answer_s)
+    def clone(self, answer_s: float = ANSWER_S) -> RemoteStore:
+        """See `Store`."""
+        return RemoteStore(self.host, self.port, self._key, answer_s)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See `Board`."""
+        """See `Store`."""
         self._ask("set", [key], body=value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        """See `Board`."""
+        """See `Store`."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """See `Board`."""
+        """See `Store`."""
         sizes, body = self._ask("get", keys, more_s=ANSWER_S)
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         return [body[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def add(self, key: str, amount: int) -> int:
-        """See `Board`."""
+        """See `Store`."""
         return int(self._ask("add", [key], amount)[0])
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See `Board`."""
+        """See `Store`."""
         return bool(self._ask("check", keys)[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """See `Board`."""
+        """See `Store`."""
         seconds = timeout.total_seconds()
         self._ask("wait", keys, seconds, more_s=seconds)
 
     def delete_key(self, key: str) -> bool:
-        """See `Board`."""
+        """See `Store`."""
         return bool(self._ask("delete", [key])[0])
 
     def _ask(
@@ -162,35 +162,35 @@ class RemoteBoard:
     ) -> tuple[Any, bytes]:
         with self._lock:
             try:
-                line = self._line = self._line or self._connect()
-                line.sock.settimeout(self._answer_s)
-                line.send([name, list(keys), number], body)
-                head, body = line.receive(self._answer_s + more_s)
+                connection = self._connection = self._connection or self._connect()
+                connection.sock.settimeout(self._answer_s)
+                connection.send([name, list(keys), number], body)
+                head, body = connection.receive(self._answer_s + more_s)
             except TimeoutError:
                 self._drop()
-                raise BoardTimeout(
+                raise StoreTimeout(
                     f"rank 0 at {self.host} has not answered for {self._answer_s + more_s:g} s"
                 ) from None
             except (OSError, ValueError) as error:
                 self._drop()
-                raise BoardError(f"rank 0 at {self.host} port {self.port} cannot be reached: {error}") from error
+                raise StoreError(f"rank 0 at {self.host} port {self.port} cannot be reached: {error}") from error
             except BaseException:  # interrupted half-way: the next answer would be that to this question
                 self._drop()
                 raise
         if isinstance(head, dict):
-            raise BoardTimeout(head["late"])
+            raise StoreTimeout(head["late"])
         return head, body
 
-    def _connect(self) -> Line:
+    def _connect(self) -> Connection:
         deadline = time.monotonic() + min(CONNECT_S, self._answer_s)
         while True:
             sock = None
             try:
                 sock = socket.create_connection((self.host, self.port), timeout=max(deadline - time.monotonic(), 0.1))
-                line = Line(sock)
-                line.greet(self._key, deadline)
-                return line
-            except BoardError:
+                connection = Connection(sock)
+                connection.greet(self._key, deadline)
+                return connection
+            except StoreError:
                 if sock is not None:
                     sock.close()
                 raise
@@ -203,9 +203,9 @@ class RemoteBoard:
                 time.sleep(0.2)
 
     def _drop(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            line.sock.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.sock.close()
 
     def _forget(self) -> None:
         """In a forked child: the connection is the parent's, and another thread may have held the lock."""
@@ -213,10 +213,10 @@ class RemoteBoard:
         self._drop()
 
 
-def open_board(
+def open_store(
     rank: int, key: bytes | None, address: str, reached_at: str, hand_round: Callable[[bytes | None], bytes]
-) -> tuple[Board, bytes]:
-    """The board of a run and its key; all ranks call it.
+) -> tuple[Store, bytes]:
+    """The store of a run and its key; all ranks call it.
 
     Args:
         rank: of this process; rank 0 serves.
@@ -226,33 +226,33 @@ def open_board(
         hand_round: gives rank 0's bytes to every rank.
 
     Raises:
-        BoardError: rank 0 has a key and this rank has none.
+        StoreError: rank 0 has a key and this rank has none.
     """
     if rank == 0:
-        board = LocalBoard()
+        store = LocalStore()
         ours = key or os.urandom(32)
-        server = BoardServer(board, ours, address)
+        server = StoreServer(store, ours, address)
         note = {"host": address, "port": server.port, "key": None if key else ours.hex()}
         hand_round(json.dumps(note).encode())
-        return board, ours
+        return store, ours
     note = json.loads(hand_round(None))
     if key is None:
         if note["key"] is None:
-            raise BoardError(
+            raise StoreError(
                 f"rank 0 has the key of the attempt (ORC_TOKEN) in its environment, and rank {rank} has not"
             )
         key = bytes.fromhex(note["key"])
-    return RemoteBoard(note["host"] or reached_at, int(note["port"]), key), key
+    return RemoteStore(note["host"] or reached_at, int(note["port"]), key), key
 
 
 def _after_fork() -> None:
     # A worker must not keep connections of its rank open: who is at the other end has to see when the rank ends.
     for server in list(_servers):
         server.close()
-    for board in list(_remote):
-        board._forget()
+    for store in list(_remote):
+        store._forget()
 
 
-_servers: WeakSet[BoardServer] = WeakSet()
-_remote: WeakSet[RemoteBoard] = WeakSet()
+_servers: WeakSet[StoreServer] = WeakSet()
+_remote: WeakSet[RemoteStore] = WeakSet()
 os.register_at_fork(after_in_child=_after_fork)

@@ -102,10 +102,10 @@ class _Synchronised:
 _averaged: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
 
 
-class Copies:
+class Replicas:
     """Averaged gradients of models that are cut along ``tp``, and copied along the dimensions of losses."""
 
-    name = "copies"
+    name = "replicas"
     order = 400
     default = True
     needs: tuple[str, ...] = ()
@@ -160,4 +160,4 @@ def _alike(parameter: Any) -> Any:
     return gradient
 
 
-PARALLELIZER = Copies()
+PARALLELIZER = Replicas()
