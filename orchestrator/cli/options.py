@@ -72,7 +72,9 @@ def filter_options(states: tuple[str, ...] = STATES) -> Callable[[Callable[..., 
         choice = click.Choice(states, case_sensitive=False)
         for option in (
             click.option("--group", metavar="ID", help="Jobs of this sweep, array, pipeline or schedule."),
-            click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="With this tag. May be repeated."),
+            click.option(
+                "--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Jobs with this tag. May be repeated."
+            ),
             click.option("--name", help="Jobs of this name."),
             click.option("--state", "states", multiple=True, type=choice, help="Jobs in this state. May be repeated."),
         ):

@@ -163,7 +163,7 @@ def _complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> 
 @click.option("--list", "listed", is_flag=True, help="List the starters, as without arguments.")
 @json_option
 def command(starter: str | None, directory: Path | None, listed: bool, as_json: bool) -> None:
-    """Copy STARTER to DIRECTORY (default: a new directory of its name); without arguments, list the starters."""
+    """Copy STARTER to DIRECTORY (default: a new directory of its name). Without arguments, list the starters."""
     from orc.launchers.errors import LaunchError
     from orc.orchestrator.cli.ui.output import echo_json
 

@@ -37,7 +37,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 @click.option("--tail", type=click.IntRange(0), default=ROWS, show_default=True, help="Rows of the table.")
 @json_option
 def command(jobs: tuple[str, ...], following: bool, wanted: tuple[str, ...], tail: int, as_json: bool) -> None:
-    """Show what the training of JOB (the newest unless given) measures: a table of its values, its loss as a curve.
+    """Show the metrics of JOB (default: the newest): a table of its values, its loss as a curve.
 
     Of several JOBs the last values are a table, and their curves are drawn over one another. With --json every line of
     the job's metrics.jsonl is printed, over all attempts and hosts; of several jobs with a key "job".

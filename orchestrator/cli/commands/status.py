@@ -24,7 +24,7 @@ def unended(client: JobsClient) -> list[str]:
 @click.option("--refresh/--no-refresh", default=True, help="Ask the clusters first (the default).")
 @output_options("json", "yaml", "wide", "name")
 def command(jobs: tuple[str, ...], refresh: bool, form: str | None) -> None:
-    """Show attempts, hosts, ranks and the first failure of JOBs; without one, of all that have not ended."""
+    """Show attempts, hosts, ranks and the first failure of JOBs. [default: all live jobs]"""
     from orc.orchestrator.cli.session import open_client
     from orc.orchestrator.cli.session import refresh as ask_clusters
     from orc.orchestrator.cli.ui import jobtext, output

@@ -25,7 +25,11 @@ Submit = Callable[["Callable[[str, Mapping[str, Any]], None]"], "JobView"]
 def follow_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """``--follow``, ``--rank``, ``--all-ranks``, ``--bell``."""
     for option in (
-        click.option("--bell", is_flag=True, help="With --follow: ring when it has ended, here and on the desktop."),
+        click.option(
+            "--bell",
+            is_flag=True,
+            help="With --follow: ring when the job has ended, in the terminal and on the desktop.",
+        ),
         click.option("--all-ranks", is_flag=True, help="With --follow: show all ranks, told apart by a prefix."),
         click.option(
             "--rank", "ranks", type=click.IntRange(0), multiple=True, help="With --follow: show this rank. [default: 0]"
@@ -39,7 +43,7 @@ def follow_options(function: Callable[..., Any]) -> Callable[..., Any]:
 reconciler_option = click.option(
     "--reconciler/--no-reconciler",
     default=True,
-    help="Leave a process behind that goes on with the job (retries, queued jobs) until it has ended (the default).",
+    help="Leave a process behind that sends retries and queued jobs until the job has ended (the default).",
 )
 
 
@@ -61,7 +65,7 @@ def group_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask whether a large snapshot is meant.")
+yes_option = click.option("-y", "--yes", is_flag=True, help="Send a large snapshot without asking.")
 
 
 SCRIPT_ARGUMENTS = "orc.submit.arguments"  # of click's context: the words behind `--`
@@ -99,7 +103,7 @@ def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--gpus", metavar="N", help="GPUs per node, one for each process."),
         click.option("-n", "--nproc", metavar="N", help="Processes per node."),
-        click.option("--nodes", metavar="N", help="Nodes; 2:4 takes what is free."),
+        click.option("--nodes", metavar="N", help="Nodes; 2:4 takes two to four, as many as are free."),
     ):
         function = option(function)
     return function
@@ -113,7 +117,10 @@ def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @after_option
 @group_options
 @click.option(
-    "--priority", type=click.IntRange(-100, 100), metavar="N", help="Instead of the job file's: higher goes first."
+    "--priority",
+    type=click.IntRange(-100, 100),
+    metavar="N",
+    help="Priority instead of the job file's; higher goes first.",
 )
 @click.option("--dry-run", is_flag=True, help="Send nothing: show what would run, as `orc render` does.")
 @click.option("--save", metavar="FILE", type=click.Path(path_type=Path), help="Keep the job file made for SCRIPT.py.")
@@ -142,13 +149,13 @@ def command(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Send the job in JOB.yaml (./job.yaml unless given), or SCRIPT.py as it is, to its cluster; print its id.
+    """Send a job to its cluster, from JOB.yaml (default: ./job.yaml) or from SCRIPT.py as it is; print its id.
 
     \b
     orc submit job.yaml --follow
     orc submit train.py --cluster lab --nodes 2 -- --lr 0.1
 
-    Words behind -- are arguments of the script. The current directory travels along with a script that lies in it.
+    Words after -- are arguments of the script. orc sends the current directory along if the script lies in it.
     The job runs on when this command ends. A sweep, an array or a pipeline becomes several jobs, all of them or none,
     and the id of their group is printed.
 
