@@ -139,7 +139,7 @@ def job_file_here(ctx: click.Context, _param: click.Parameter, given: str | None
     if given is not None or ctx.resilient_parsing:
         return given
     if not os.path.lexists(JOB_FILE):
-        raise click.UsageError(f"give a job file: there is no {JOB_FILE} in the current directory", ctx)
+        raise click.UsageError(f"name a file: there is no {JOB_FILE} in the current directory", ctx)
     return JOB_FILE
 
 

@@ -132,11 +132,9 @@ def _nothing(client: JobsClient, job_id: str) -> Exception:
     from orc.orchestrator.cli.ui import jobtext
 
     view = client.job(job_id)
-    hint = (
-        "orc.runtime writes a line every metrics_interval_s (10 s) in which steps were taken; `runtime.metrics` is on"
-    )
+    hint = "a script measures with orc.runtime, unless the job sets `runtime: {metrics: false}`"
     if not view.ended:
-        hint = f"`orc metrics -f {job_id}` waits for them; " + hint
+        hint = f"`orc metrics -f {job_id}` waits for the first values; " + hint
     return LaunchError(f"the job has measured nothing so far: {jobtext.headline(view)}", where=job_id, hint=hint)
 
 

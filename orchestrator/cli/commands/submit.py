@@ -89,7 +89,7 @@ class _Submit(click.Command):
         except click.NoSuchOption as error:
             if after := _unknown_after_script(args[:end], error.option_name):
                 line = shlex.join([*args[:after], "--", *args[after:end], *args[end + 1 :]])
-                what = f"No such option {error.option_name!r}; arguments of the script stand behind `--`"
+                what = f"No such option {error.option_name!r}; arguments of the script go after `--`"
                 raise click.UsageError(f"{what}: {ctx.command_path} {line}", ctx) from None
             raise
 
@@ -306,6 +306,7 @@ def run(
 
 def _follow(client: JobsClient, view: JobView, selection: Selection, as_json: bool) -> JobView:
     """Return the job's output on stdout, with --json on stderr; Ctrl-C leaves the job alone."""
+    from orc.orchestrator.cli.exit_codes import ExitCode
     from orc.orchestrator.cli.ui.display import display
     from orc.orchestrator.cli.ui.follow import conclusion, follow
     from orc.orchestrator.cli.ui.tail import Cursor, PlainSink, PrefixSink
@@ -318,7 +319,9 @@ def _follow(client: JobsClient, view: JobView, selection: Selection, as_json: bo
             view = follow(client, view.id, Cursor(client, view.id, sink, around=shown.aside), selection, shown)
     except KeyboardInterrupt:
         echo(f"\nstopped following; the job goes on: orc logs -f {view.id}, orc cancel {view.id}", err=True)
-        raise
+        if as_json:
+            raise
+        raise click.exceptions.Exit(ExitCode.INTERRUPTED) from None
     finally:
         sink.finish()
     if not as_json:
