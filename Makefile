@@ -24,6 +24,7 @@ help:  ## Show the targets
 
 demo: $(FOR_DEMO)  ## Train on two local processes with `orc submit --follow`
 	ORC_STATE_DIR=$(CURDIR)/$(DEMO_STATE) $(BIN)/orc submit --follow templates/starters/digits/job.yaml
+	@echo 'next: . $(BIN)/activate, then: orc init'
 
 test: lint typecheck contracts unit  ## Everything: lint, types, import contracts, tests
 

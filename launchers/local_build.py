@@ -31,7 +31,7 @@ def wheel() -> tuple[str, bytes]:
     try:
         distribution = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
-        raise LaunchError(f"{PACKAGE} runs here without being installed", hint="pip install it first.") from None
+        raise LaunchError(f"{PACKAGE} is not installed here", hint="pip install it first.") from None
     files = {f"orc/{room}/{path}": content for room in _ROOMS for path, content in _files(_folder(room)).items()}
     digest = hashlib.sha256(b"".join(name.encode() + files[name] for name in sorted(files))).hexdigest()[:12]
     version = f"{distribution.version.partition('+')[0]}+local.{digest}"

@@ -198,9 +198,9 @@ class Workspace:
         plain = self.backend(access.cluster)
         if access.user and not plain.logs_in:
             raise SpecError(
-                f"nobody logs in on clusters of kind {plain.kind}, so that users have no accounts of their own there",
+                f"nobody logs in on clusters of kind {plain.kind}: users have no accounts there",
                 where=f"cluster {access.cluster}: run_as",
-                hint="write `run_as: service` where everybody's jobs may run as the service's account",
+                hint="write `run_as: service` if all jobs may run as the service's account",
             )
         described = self._described(access)
         if self.backend_for is not None:

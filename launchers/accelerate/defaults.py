@@ -107,7 +107,7 @@ def write_config(values: Mapping[str, Any], path: Path, *, overwrite: bool = Fal
             Path(temporary).unlink(missing_ok=True)
     except FileExistsError:
         raise SpecError(
-            "the file is there already, and stays as it is", where=str(path), hint="--force replaces it"
+            "the file exists already and was not changed", where=str(path), hint="--force replaces it"
         ) from None
     except OSError as error:
         raise SpecError(f"the file cannot be written: {error.strerror}", where=str(path)) from None

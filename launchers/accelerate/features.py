@@ -74,9 +74,9 @@ def _parallelism() -> Iterator[Option]:
     sizes = ((f"{name}_size", whole(1), 1, doc) for name, doc in _SIZES.items())
     others: tuple[tuple[str, Callable[[Any], Any], Any, str], ...] = (
         ("enable_async_tp", truth, False, "Overlap the exchanges of tensor parallelism, where models are compiled."),
-        ("cp_backend", choice("torch"), "torch", "What computes context parallelism."),
-        ("cp_comm_strategy", choice("allgather", "alltoall"), "allgather", "How keys and values travel (cp)."),
-        ("sp_backend", choice("deepspeed", "torch"), "deepspeed", "What computes sequence parallelism."),
+        ("cp_backend", choice("torch"), "torch", "Library for context parallelism."),
+        ("cp_comm_strategy", choice("allgather", "alltoall"), "allgather", "Exchange of keys and values (cp)."),
+        ("sp_backend", choice("deepspeed", "torch"), "deepspeed", "Library for sequence parallelism."),
         ("sp_seq_length", whole(1), None, "The length of all sequences (sp)."),
         ("sp_seq_length_is_variable", truth, True, "The length varies from batch to batch (sp)."),
         ("sp_attn_implementation", choice("sdpa", "flash_attention_2", "flash_attention_3"), "sdpa", "Attention (sp)."),

@@ -134,7 +134,7 @@ def find_slow_hosts(speeds: Sequence[HostSpeed]) -> list[Finding]:
             )
         if speed.gflops < SLOW_COMPUTE * compute:
             what = f"it computes slowly: {speed.gflops:.0f} GFLOP/s, the median host does {compute:.0f}"
-            found.append(Finding("warning", what, speed.name, "Does something else run there? See `top`."))
+            found.append(Finding("warning", what, speed.name, "Another program may run there: see `top`."))
     return found
 
 

@@ -54,7 +54,7 @@ def find_agent(config: dict[str, Any]) -> None:
     lib = os.path.join(tree, "lib")
     if not os.path.exists(os.path.join(lib, "orc", "launchers", "agent")):
         if os.path.isdir(tree):
-            raise NodeSessionError("an earlier version of orc has started this job: that version has to be used")
+            raise NodeSessionError("an earlier version of orc started this job: use that version")
         raise NodeSessionError(f"the job's runtime tree {tree} was removed")
     sys.path.insert(0, lib)
 

@@ -210,7 +210,7 @@ def get_cluster(name: str, path: Path | None = None) -> Cluster:
     file = clusters_file() if path is None else path
     raise SpecError(
         f"unknown cluster {name!r}{nearest(name, clusters)}",
-        hint=f"known clusters: {', '.join(sorted(clusters))}; others are defined in {file}",
+        hint=f"known clusters: {', '.join(sorted(clusters))}; define others in {file}",
     )
 
 

@@ -116,7 +116,7 @@ def memory(value: Any) -> str:
 
     kibibytes = -int(-Fraction(match[1]) * 1024 ** (_MEMORY_POWER[match[2].upper()] - 1) // 1)
     if kibibytes < 1:
-        raise ValueError("expected more than no memory")
+        raise ValueError("expected a memory size above 0")
     unit = 0
     while kibibytes % 1024 == 0 and unit < 3:
         kibibytes //= 1024

@@ -34,7 +34,7 @@ def _pattern(value: Any) -> str:
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{text!r} is no regular expression: {error}") from None
     if _repeats_itself(text):
-        raise ValueError(f"{text!r} repeats what is repeated already, as in (a+)+: a search could take for ever")
+        raise ValueError(f"{text!r} repeats a repetition, as in (a+)+: a search could take for ever")
     if re.search(text, ""):
         raise ValueError(f"{text!r} matches every line")
     return text

@@ -155,7 +155,9 @@ def read_file(path: Path, what: str) -> str:
     except FileNotFoundError:
         raise SpecError(f"there is no such {what}", where=where) from None
     except IsADirectoryError:
-        raise SpecError(f"this is a directory, not a {what}", where=where) from None
+        inside = path / "job.yaml"
+        hint = f"name the file in it: {inside}" if inside.is_file() else ""
+        raise SpecError(f"this is a directory, not a {what}", where=where, hint=hint) from None
     except OSError as error:
         raise SpecError(f"the {what} cannot be read: {error.strerror}", where=where) from None
     if len(raw) > MAX_BYTES:

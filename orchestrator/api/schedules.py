@@ -75,7 +75,7 @@ def change_schedule(session: LedgerSession, schedule_id: ScheduleId, enabled: bo
 
 @call("DELETE", "/schedules/{schedule_id}", shows=Kind.OWN)
 def delete_schedule(session: LedgerSession, schedule_id: ScheduleId) -> Done:
-    """Forget a schedule; its jobs stay, and those that run go on."""
+    """Delete a schedule; its jobs stay, and running jobs go on."""
     from orc.orchestrator.engine import schedules
 
     schedules.remove(session.workspace, schedule_id)

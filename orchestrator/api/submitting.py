@@ -396,7 +396,7 @@ def checked_spec(spec: Mapping[str, Any]) -> JobSpec:
         where = ".".join(str(part) for part in first["loc"])
         raise SpecError(str(first["msg"]), where=f"spec.{where}"[:200]) from None
     except (TypeError, ValueError, RecursionError):
-        raise SpecError("the specification is none that a job can have", where="spec") from None
+        raise SpecError("no job can have this specification", where="spec") from None
 
 
 def _check_secrets(job: JobSpec, secrets: Mapping[str, str]) -> None:

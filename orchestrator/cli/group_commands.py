@@ -92,7 +92,7 @@ def group_command(kind: str, what: str) -> click.Group:
     @cluster_option
     @set_option
     @click.option("--max-parallel", type=click.IntRange(1), metavar="N", help="Run N jobs at a time.")
-    @click.option("-y", "--yes", is_flag=True, help="Do not ask whether a large snapshot is meant.")
+    @click.option("-y", "--yes", is_flag=True, help="Send a large snapshot without asking.")
     @json_option
     def submit(
         job_file: str,
@@ -112,7 +112,7 @@ def group_command(kind: str, what: str) -> click.Group:
         return submit_group(loaded, reconciler=True, yes=yes, as_json=as_json)
 
     @command.command("list", help=f"List the newest groups of this kind: {kind}.")
-    @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="How many at most.")
+    @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Largest number of lines.")
     @json_option
     def list_(limit: int, as_json: bool) -> None:
 
@@ -126,7 +126,7 @@ def group_command(kind: str, what: str) -> click.Group:
         ]
         echo(table(("ID", "NAME", "JOBS", "STATES", "CREATED"), rows))
 
-    @command.command("status", help="Show each member: what it differs in, its state, the newest of its metrics.")
+    @command.command("status", help="Show each job of the group: its values, its state and its newest metrics.")
     @argument
     @click.option("--metric", "wanted", multiple=True, metavar="NAME", help="Show this measurement. May be repeated.")
     @click.option("--refresh/--no-refresh", default=True, help="Ask the clusters first (the default).")
@@ -146,11 +146,11 @@ def group_command(kind: str, what: str) -> click.Group:
         names = wanted or [name for name in _METRICS if any(name in values for values in measured.values())]
         echo(_members(view, view.members, [(name, {j: v.get(name) for j, v in measured.items()}) for name in names]))
 
-    @command.command("best", help="Show the members in the order of a metric, the best first.")
+    @command.command("best", help="Show the jobs of the group in the order of a metric, the best first.")
     @argument
     @click.option("--metric", default="loss", show_default=True, metavar="NAME", help="Measurement to order by.")
-    @click.option("--max", "largest", is_flag=True, help="The largest value is the best; else the smallest.")
-    @click.option("--limit", type=click.IntRange(1), default=5, show_default=True, help="How many at most.")
+    @click.option("--max", "largest", is_flag=True, help="The largest value is the best. [default: the smallest]")
+    @click.option("--limit", type=click.IntRange(1), default=5, show_default=True, help="Largest number of lines.")
     @json_option
     def best(group: str, metric: str, largest: bool, limit: int, as_json: bool) -> None:
         from orc.launchers.spec.problems import choose
@@ -170,7 +170,7 @@ def group_command(kind: str, what: str) -> click.Group:
             _members(view, found, [(metric, {m.job.id: measured[m.job.id].get(metric) for m in found})]),
         )
 
-    @command.command("cancel", help="Stop all members that have not ended.")
+    @command.command("cancel", help="Stop all jobs of the group that have not ended.")
     @argument
     @json_option
     def cancel(group: str, as_json: bool) -> None:
@@ -180,7 +180,7 @@ def group_command(kind: str, what: str) -> click.Group:
             view = client.cancel_group(client.group(group, kinds=(kind,)).id)
         _report(view, as_json=as_json)
 
-    @command.command("retry", help="Submit the members that ended without success once more; what has succeeded stays.")
+    @command.command("retry", help="Submit the unsuccessful jobs of the group once more; successful jobs stay.")
     @argument
     @json_option
     def retry(group: str, as_json: bool) -> None:

@@ -72,7 +72,9 @@ def filter_options(states: tuple[str, ...] = STATES) -> Callable[[Callable[..., 
         choice = click.Choice(states, case_sensitive=False)
         for option in (
             click.option("--group", metavar="ID", help="Jobs of this sweep, array, pipeline or schedule."),
-            click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="With this tag. May be repeated."),
+            click.option(
+                "--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Jobs with this tag. May be repeated."
+            ),
             click.option("--name", help="Jobs of this name."),
             click.option("--state", "states", multiple=True, type=choice, help="Jobs in this state. May be repeated."),
         ):
@@ -137,7 +139,7 @@ def job_file_here(ctx: click.Context, _param: click.Parameter, given: str | None
     if given is not None or ctx.resilient_parsing:
         return given
     if not os.path.lexists(JOB_FILE):
-        raise click.UsageError(f"give a job file: there is no {JOB_FILE} in the current directory", ctx)
+        raise click.UsageError(f"name a file: there is no {JOB_FILE} in the current directory", ctx)
     return JOB_FILE
 
 

@@ -52,7 +52,7 @@ def _check_cancelled(session: LedgerSession, ids: Sequence[str], report: PassRep
         why = "; ".join(f"{cluster}: {text}" for cluster, text in report.unreachable.items())
         raise LedgerError(
             f"{', '.join(waiting)} cannot be cancelled now: {why or 'not at its cluster yet'}, "
-            f"and the wish cannot be kept: {ledger.volatile}",
+            f"and the request cannot be stored: {ledger.volatile}",
             where=ledger.database.url.removeprefix("sqlite:///"),
             hint="free some space and try again",
         )

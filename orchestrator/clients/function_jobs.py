@@ -162,7 +162,7 @@ class FunctionJob(Generic[R]):
             return None
         keys = key_of(self._session.workspace.state_dir, view.digests["code"])
         if not keys:
-            raise LaunchError("its result can only be read where it was submitted", where=self.id)
+            raise LaunchError("the result can be read only on the machine that submitted the job", where=self.id)
         try:
             outcome = node.verified(keys[node.KEY_VARIABLE], f"{self.id}/{name}", data)
             found: tuple[str, Any] = pickle.loads(outcome)  # noqa: S301 - signed with the key of this very job

@@ -171,7 +171,7 @@ def stored_snapshot(ws: Workspace, digests: Mapping[str, str]) -> Snapshot:
     runtime = ws.store.load(digests["runtime"])
     if not any(entry.path.startswith("lib/orc/launchers/agent/") for entry in runtime.entries):
         raise SpecError(
-            "an earlier version of orc has submitted this job, and this one does not start that one's agents",
+            "an earlier version of orc submitted this job, and this version cannot start its agents",
             hint="submit the job file again",
         )
     inputs = {

@@ -42,7 +42,9 @@ def _url(value: Any) -> str:
 def _secret(value: Any) -> str:
     text = grammar.line(grammar.scalar_text(value).strip())
     if not secret_name(text):
-        raise ValueError("a password stands in no file; write ${secret:NAME}, and give NAME as any other secret")
+        raise ValueError(
+            "a password must not stand in this file; write ${secret:NAME}, and set NAME like any other secret"
+        )
     return text
 
 

@@ -48,7 +48,7 @@ def publish(store: ContentStore, staging: Path, stream: Path) -> list[str]:
             for sha256, size, chunks in receive_contents(file):
                 entry = Entry(sha256, FILE, sha256, size)
                 if not write_content(chunks, os.fsencode(staging / "objects" / sha256), entry, 0o400):
-                    raise ApiError(422, "a content is not what its hash says", where=sha256)
+                    raise ApiError(422, "the content does not match its hash", where=sha256)
                 entries.append(entry)
         store.publish(staging, entries)
     except WireError as error:

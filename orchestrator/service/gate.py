@@ -126,7 +126,7 @@ class Gate:
         # Who brings a token is counted by it, once it is known to be one: others behind the same address are strangers.
         if not token_of(request)[0] and (wait := service.rates.retry_after("address", address_of(request))):
             return error_response(
-                429, "too many requests", hint=f"come again in {wait} s", headers={"Retry-After": str(wait)}
+                429, "too many requests", hint=f"try again in {wait} s", headers={"Retry-After": str(wait)}
             )
         length = headers.get("content-length", "0")
         if not (length.isascii() and length.isdigit()):

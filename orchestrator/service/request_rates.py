@@ -36,4 +36,4 @@ class RequestRates:
 
 def too_many(seconds: int, what: str = "too many requests") -> ApiError:
     """Return the error for a request that comes too soon."""
-    return ApiError(429, what, hint=f"come again in {seconds} s", headers={"Retry-After": str(seconds)})
+    return ApiError(429, what, hint=f"try again in {seconds} s", headers={"Retry-After": str(seconds)})

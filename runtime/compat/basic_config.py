@@ -23,7 +23,7 @@ def write_basic_config(
 ) -> Path | bool:
     """Write a configuration for this machine alone, with all of its GPUs or else its CPU.
 
-    `orc launch` reads it; a job needs none, because its job file says all of it. A file that is there stays as it is.
+    `orc launch` reads it; a job needs none, because its job file says all of it. An existing file stays as it is.
 
     Args:
         mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.

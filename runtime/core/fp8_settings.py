@@ -130,7 +130,7 @@ SETTINGS: dict[str, Setting] = {
             "fp8_amax_history_len",
             _whole(1),
             1024,
-            "Steps that largest values are kept for scaling factors (te).",
+            "Steps for which largest values are kept for scaling factors (te).",
             "TE",
             ("amax_history_length",),
         ),

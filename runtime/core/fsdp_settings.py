@@ -88,7 +88,7 @@ SETTINGS: dict[str, Setting] = {
             "sharding_strategy",
             "FSDP_SHARDING_STRATEGY",
             strategy,
-            "What is sharded: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD, 4 HYBRID_SHARD, 5 HYBRID_SHARD_ZERO2.",
+            "Sharding strategy: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD, 4 HYBRID_SHARD, 5 HYBRID_SHARD_ZERO2.",
         ),
         Setting(
             "reshard_after_forward",
@@ -109,14 +109,14 @@ SETTINGS: dict[str, Setting] = {
             "auto_wrap_policy",
             "FSDP_AUTO_WRAP_POLICY",
             wrap_policy,
-            "Modules that are units of their own: 1 TRANSFORMER_BASED_WRAP, 2 SIZE_BASED_WRAP, 3 NO_WRAP.",
+            "Modules that become units: 1 TRANSFORMER_BASED_WRAP, 2 SIZE_BASED_WRAP, 3 NO_WRAP.",
         ),
         Setting(
             "transformer_layer_cls_to_wrap",
             "transformer_cls_names_to_wrap",
             "FSDP_TRANSFORMER_CLS_TO_WRAP",
             class_names,
-            "Classes of such modules, separated by commas (BertLayer,BertEmbeddings); case matters.",
+            "Classes of these modules, separated by commas (BertLayer,BertEmbeddings); case matters.",
             also="transformer_cls_to_wrap",
         ),
         Setting(
@@ -124,7 +124,7 @@ SETTINGS: dict[str, Setting] = {
             "min_num_params",
             "FSDP_MIN_NUM_PARAMS",
             count,
-            "Parameters that a unit has at least, with SIZE_BASED_WRAP.",
+            "Smallest number of parameters of a unit, with SIZE_BASED_WRAP.",
         ),
         Setting(
             "backward_prefetch_policy",

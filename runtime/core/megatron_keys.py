@@ -55,13 +55,13 @@ KEYS = {
     for key in (
         MegatronKey("tp_degree", positive, 1, "Processes that share the matrices of each layer."),
         MegatronKey("pp_degree", positive, 1, "Stages of consecutive layers, each on processes of its own."),
-        MegatronKey("num_micro_batches", positive, 1, "Parts that a batch goes through the stages in."),
+        MegatronKey("num_micro_batches", positive, 1, "Parts in which a batch goes through the stages."),
         MegatronKey("sequence_parallelism", truth, False, "Share the sequence between the layers, with tp_degree > 1."),
         MegatronKey("recompute_activations", truth, False, "Recompute the attention in backward, to save memory."),
         MegatronKey(
             "use_distributed_optimizer", truth, False, "Shard the optimizer's state over the data parallel processes."
         ),
-        MegatronKey("gradient_clipping", norm, 1.0, "Largest L2 norm of all gradients; 0 is any."),
+        MegatronKey("gradient_clipping", norm, 1.0, "Largest L2 norm of all gradients; 0 means no limit."),
     )
 }
 

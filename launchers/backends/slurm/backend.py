@@ -67,10 +67,10 @@ class SlurmBackend(Backend):
     options_model, job_options_model = ClusterOptions, SlurmOptions
     passes_artefacts = True
     discovery_options: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "login": ("[USER@]HOST", "Login node, reached over SSH; this machine unless given."),
+        "login": ("[USER@]HOST", "Login node, reached over SSH. [default: this machine]"),
         "ssh_config": ("PATH", "SSH configuration instead of ~/.ssh/config."),
-        "conf": ("PATH", "slurm.conf over there, when it is not the system's."),
-        "bin": ("PATH", "Directory of sbatch and so on over there, when not on the PATH."),
+        "conf": ("PATH", "Path of slurm.conf over there, if it is not the system's."),
+        "bin": ("PATH", "Directory of sbatch and the like over there, if it is not on the PATH."),
     }
     programs = ("sbatch", "squeue", "sacct", "scancel", "sinfo")
     visibility_s = 20.0

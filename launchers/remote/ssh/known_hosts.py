@@ -83,7 +83,7 @@ def _is_known(route: Route, key: PKey) -> bool:
             raise HostAccessError(
                 f"its host key is revoked: {key.fingerprint}, see {entry.where}",
                 where=route.where,
-                hint="Somebody who must not have it has this key. Do not connect; ask who runs the host.",
+                hint="The key may be stolen. Do not connect; ask the host's administrator.",
             )
     plain = [entry for entry in known if not entry.marker]
     if any(entry.key == blob for entry in plain):
@@ -93,8 +93,8 @@ def _is_known(route: Route, key: PKey) -> bool:
         raise HostAccessError(
             f"its host key has changed: {key.get_name()} {key.fingerprint} is not the one in {entry.where}",
             where=route.where,
-            hint="Either somebody is listening in, or the host was installed anew. Ask who runs it; if it was, forget "
-            f"the old key with `ssh-keygen -R '{route.host_key_name}' -f {entry.file}` and connect again.",
+            hint="Either the host was installed anew, or an attacker answers. Ask its administrator. If it is new, "
+            f"forget the old key with `ssh-keygen -R '{route.host_key_name}' -f {entry.file}` and connect again.",
         )
     return False
 

@@ -281,7 +281,7 @@ class SshProcess:
                 raise _unstarted(self._argv[0], status, self._where)
         elif len(self._out) > _NOISE:
             raise HostAccessError(
-                "the login prints so much that nothing else can be heard",
+                "the login prints so much that orc's answers are lost",
                 where=self._where,
                 hint="Look for programs that print in ~/.bashrc (or the like) there.",
             )

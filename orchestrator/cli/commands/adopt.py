@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 @click.command("adopt")
-@click.option("--dry-run", is_flag=True, help="Say which jobs the ledger does not know; ask and change nothing.")
+@click.option("--dry-run", is_flag=True, help="List the jobs that the ledger does not know; ask and change nothing.")
 @json_option
 def command(dry_run: bool, as_json: bool) -> int:
-    """Find the jobs whose directories lie in the state directory and that the ledger does not know.
+    """Find jobs that have a directory in the state directory and that the ledger does not know.
 
     Their clusters are asked what became of them, and they are written into the ledger: after it was deleted, or
     replaced by an old backup. Exit status 1 when a cluster could not be asked.

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 @click.command("cancel")
 @optional_jobs_argument
 @filter_options(LIVE_STATES)
-@click.option("--grace", type=SECONDS, metavar="SECONDS", help="Between SIGTERM and SIGKILL.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask about the jobs that filters choose.")
+@click.option("--grace", type=SECONDS, metavar="SECONDS", help="Time from SIGTERM to SIGKILL.")
+@click.option("-y", "--yes", is_flag=True, help="Stop the jobs that filters choose without asking.")
 @output_options("json", "yaml", "name")
 def command(
     jobs: tuple[str, ...],
@@ -42,7 +42,7 @@ def command(
 ) -> None:
     """Stop JOBs: SIGTERM to every rank, SIGKILL after the grace. Jobs that have ended stay as they are.
 
-    Instead of naming them, choose with --state, --name, --tag and --group among those that have not ended.
+    Name the jobs, or choose among the live ones with --state, --name, --tag and --group.
     """
 
     context = click.get_current_context()
@@ -50,7 +50,7 @@ def command(
     if jobs and filtered:
         raise click.UsageError("give JOBs, or choose them with --state, --name, --tag and --group", context)
     if not jobs and not filtered:
-        raise click.UsageError("which JOBs? `orc list` shows them; @last is the newest", context)
+        raise click.UsageError("name the JOBs; `orc list` shows them, and @last is the newest", context)
     wanted = tag_pairs(tags)
     client = open_client()
     if filtered:
@@ -59,7 +59,7 @@ def command(
         if ids and not yes:
             _agree(client, ids)
         elif not ids:
-            echo("no job that has not ended matches", err=True)
+            echo("no live job matches", err=True)
     else:
         ids = job_ids(client, jobs)
     unreached: dict[str, str] = {}
@@ -77,11 +77,11 @@ def command(
 def _agree(client: JobsClient, ids: list[str]) -> None:
     """Print the jobs that are about to be cancelled, and ask.
 
-    Raises `click.UsageError` where nobody can be asked, and `click.exceptions.Exit` for a no.
+    Raises `click.UsageError` where orc cannot ask, and `click.exceptions.Exit` for a no.
     """
 
     echo("\n".join(jobtext.headline(client.job(job_id)) for job_id in ids), err=True)
     deed = f"cancel {len(ids)} job{'s' if len(ids) > 1 else ''}"
     if not questions.can_ask():
-        raise click.UsageError(f"--yes is needed to {deed} where nobody can be asked", click.get_current_context())
+        raise click.UsageError(f"--yes is needed to {deed} where orc cannot ask", click.get_current_context())
     questions.ask(deed)

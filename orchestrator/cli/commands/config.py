@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 _file_option = click.option(
-    "--config-file", metavar="FILE", type=click.Path(path_type=Path), help="Instead of the default file."
+    "--config-file", metavar="FILE", type=click.Path(path_type=Path), help="This file instead of the default one."
 )
-_force_option = click.option("--force", is_flag=True, help="Replace the file that is there.")
+_force_option = click.option("--force", is_flag=True, help="Replace an existing file.")
 
 
 def _target(given: Path | None) -> Path:
@@ -60,7 +60,7 @@ def _written(path: Path, values: dict[str, Any], as_json: bool, after: str = "")
 @json_option
 @click.pass_context
 def command(ctx: click.Context, config_file: Path | None, force: bool, as_json: bool) -> None:
-    """Ask how this machine trains, and write the configuration file that `orc launch` reads.
+    """Ask how to train on this machine, and write the configuration file that `orc launch` reads.
 
     The file is one of Hugging Face Accelerate: default_config.yaml below $HF_HOME/accelerate, or
     $XDG_CACHE_HOME/huggingface/accelerate, or ~/.cache/huggingface/accelerate, unless --config-file names another.
@@ -76,7 +76,7 @@ def command(ctx: click.Context, config_file: Path | None, force: bool, as_json: 
     if path.exists() and not force:
         if not questions.can_ask():
             hint = "--force replaces it, --config-file FILE writes another, `orc config update` keeps its values"
-            raise SpecError("the file is there already, and stays as it is", where=str(path), hint=hint)
+            raise SpecError("the file exists already and was not changed", where=str(path), hint=hint)
         force = ask.confirm(f"{path} is there already. Replace it?")
         if not force:
             raise click.Abort
@@ -121,7 +121,7 @@ def default_command(
 ) -> None:
     """Write a configuration for this machine, with all of its GPUs, without a question.
 
-    A file that is there stays as it is.
+    An existing file stays as it is.
     """
     from orc.launchers.accelerate.defaults import basic_config, write_config
     from orc.launchers.agent.gpus import gpu_count
@@ -129,7 +129,7 @@ def default_command(
     config_file, force, as_json = _inherit(ctx, config_file, force, as_json)
     path = _target(config_file)
     if path.exists() and not force:
-        echo(f"{path} is there already, and stays as it is; --force replaces it", err=True)
+        echo(f"{path} exists already and was not changed; --force replaces it", err=True)
         if as_json:
             echo_json({"file": None})
         return
@@ -180,7 +180,7 @@ def show_command(ctx: click.Context, config_file: Path | None, as_json: bool) ->
 )
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Write job.yaml and clusters.yaml there.")
-@click.option("--script", metavar="PATH", default="train.py", show_default=True, help="What the job runs.")
+@click.option("--script", metavar="PATH", default="train.py", show_default=True, help="Script of the job.")
 @click.option("--name", metavar="NAME", help="The job's name; that of FILE unless given.")
 @json_option
 @click.pass_context

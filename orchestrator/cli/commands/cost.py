@@ -20,15 +20,15 @@ from orc.orchestrator.cli.ui.output import echo
     "--by", default="job", show_default=True, metavar="WHAT", help="job, user, project, cluster, day, tag:KEY."
 )
 @click.option("--user", "owner", metavar="NAME", help="Only jobs of this user.")
-@click.option("--since", type=MOMENT, metavar="TIME", help="Only what ran after it: 2026-01-31, or 7d, 12h ago.")
-@click.option("--until", type=MOMENT, metavar="TIME", help="Only what ran before it.")
+@click.option("--since", type=MOMENT, metavar="TIME", help="Only attempts after it: 2026-01-31, or 7d, 12h ago.")
+@click.option("--until", type=MOMENT, metavar="TIME", help="Only attempts before it.")
 @output_options("json", "yaml")
 def command(
     jobs: tuple[str, ...], by: str, owner: str | None, since: float | None, until: float | None, form: str | None
 ) -> None:
-    """Add up hours of nodes and GPUs, and what they cost by the prices of clusters.yaml.
+    """Add up hours of nodes and GPUs, and their cost by the prices of clusters.yaml.
 
-    Attempts that still run count until now. Hours without a price are shown as unknown.
+    Running attempts count until now. Hours without a price are shown as unknown.
     """
 
     client = open_client()

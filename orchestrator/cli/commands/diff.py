@@ -16,7 +16,7 @@ from orc.orchestrator.cli.ui.output import echo
 @click.command("diff")
 @click.argument("a")
 @click.argument("b")
-@click.option("--stat", is_flag=True, help="Of the code, name the files only.")
+@click.option("--stat", is_flag=True, help="For the code, only the names of the files.")
 @output_options("json", "yaml")
 def command(a: str, b: str, stat: bool, form: str | None) -> None:
     """Show what differs between two jobs: specification, environment, code, outcome and metrics."""

@@ -48,7 +48,7 @@ def _discovering(kind: str) -> type[SupportsDiscovery] | None:
 
 
 @click.command()
-@click.option("--name", metavar="NAME", help="What the cluster is called in clusters.yaml; its own name unless given.")
+@click.option("--name", metavar="NAME", help="Name of the entry in clusters.yaml. [default: the cluster's own name]")
 @click.option("--write", is_flag=True, help="Append the entry to clusters.yaml.")
 @json_option
 def _common(**_: Any) -> None:

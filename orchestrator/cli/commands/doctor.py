@@ -338,11 +338,11 @@ def _cluster(label: str, findings: list[Finding]) -> Iterator[Check]:
     "--cluster", metavar="NAME", shell_complete=complete_clusters, help="Examine this cluster's hosts instead."
 )
 @click.option("--network/--no-network", default=True, help="With --cluster: try every pair and an all-reduce.")
-@click.option("--all", "every", is_flag=True, help="Show every check, those that found nothing wrong too.")
+@click.option("--all", "every", is_flag=True, help="Show every check, also those without a finding.")
 @click.option("--exclude-bad", is_flag=True, help="With --cluster: keep jobs off the hosts found bad.")
 @json_option
 def command(deep: bool, cluster: str | None, network: bool, every: bool, exclude_bad: bool, as_json: bool) -> int:
-    """Say to which kinds of cluster jobs can be sent from here, and check what they depend on.
+    """Show the kinds of cluster that this machine can send jobs to, and check their requirements.
 
     The checks: Python, torch, git, Slurm, the state directory, the ledger, the snapshots and the clusters.
     With --cluster the hosts of one cluster are examined: reachability, clocks, disks, versions, GPUs, who can talk to

@@ -54,7 +54,7 @@ print(json.dumps({
 )
 @json_option
 def command(config_file: Path | None, as_json: bool) -> None:
-    """Print versions, platform, torch and its devices, clusters and configuration, to be pasted into an issue.
+    """Print versions, platform, torch and its devices, clusters and configuration, for an issue.
 
     Names of hosts, values of most variables and credentials are left out.
     """

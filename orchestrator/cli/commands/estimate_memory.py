@@ -20,17 +20,27 @@ _PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "to
 
 @click.command("estimate-memory", context_settings=EITHER_SPELLING)
 @click.argument("model", metavar="MODEL")
-@click.option("--library-name", type=click.Choice(["timm", "transformers"]), help="Where the Hub does not say it.")
-@click.option("--dtypes", "first", type=click.Choice(_DTYPES), multiple=True, help="One or more; all when not given.")
+@click.option(
+    "--library-name",
+    type=click.Choice(["timm", "transformers"]),
+    help="Library of the model, if the Hub does not name it.",
+)
+@click.option(
+    "--dtypes", "first", type=click.Choice(_DTYPES), multiple=True, help="Data types, one or more. [default: all]"
+)
 @click.argument("more", nargs=-1, type=click.Choice(_DTYPES), metavar="[DTYPE ...]")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that the model's repository brings along.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code of the model's repository.")
 @click.option("--parallelism", metavar="DIM=N,...", help="Training on each process: dp_shard=4,tp=2,pp=2,cp=2.")
 @click.option("--batch", type=click.IntRange(1), help="Rows of one process; with --parallelism.")
 @click.option("--seq-length", type=click.IntRange(1), help="Tokens of a row.")
-@click.option("--dtype", type=click.Choice(_TRAINED), help="Of parameters, gradients and states.  [default: float32]")
-@click.option("--mixed-precision", type=click.Choice(("no", "bf16", "fp16")), help="Of activations.  [default: no]")
+@click.option(
+    "--dtype", type=click.Choice(_TRAINED), help="Data type of parameters, gradients and states.   [default: float32]"
+)
+@click.option(
+    "--mixed-precision", type=click.Choice(("no", "bf16", "fp16")), help="Precision of activations.  [default: no]"
+)
 @click.option("--optimizer", type=click.Choice(_OPTIMIZERS), help="[default: adamw]")
-@click.option("--microbatches", type=click.IntRange(1), help="Of a pipeline.  [default: its stages]")
+@click.option("--microbatches", type=click.IntRange(1), help="Micro-batches of a pipeline.  [default: its stages]")
 @click.option("--activation-checkpointing", is_flag=True, help="Layers are computed again in backward.")
 @json_option
 def command(
@@ -43,7 +53,7 @@ def command(
     parallelism: str | None,
     **training: Any,
 ) -> None:
-    """Say what loading MODEL takes, and training it with Adam; with --parallelism on each process of such a run.
+    """Estimate the memory for loading MODEL and for training it with Adam; with --parallelism, of each process.
 
     MODEL is a folder with a config.json, such a file, package.module:Class, file.py:Class, or a name on the Hub. Only
     the configuration is read: the model is made without memory. It needs torch, and the model's library.
@@ -55,7 +65,7 @@ def command(
     if parallelism is None and given:
         raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} works with --parallelism alone")
     if parallelism is not None and first:
-        raise click.UsageError("--dtypes and --parallelism: with the latter, --dtype says what is trained")
+        raise click.UsageError("--dtypes does not go with --parallelism; --dtype names the type that is trained")
     try:  # by name: no other command may bring torch along
         with waiting("loading torch"):
             models = importlib.import_module("orc.runtime.weights.named_models")

@@ -14,7 +14,7 @@ from orc.orchestrator.cli.ui.output import echo
 @newest_job_argument
 @output_options("json", "yaml", "wide")
 def command(job: str, form: str | None) -> None:
-    """Print the history of JOB (the newest unless given), oldest first, one line per event.
+    """Print the history of JOB (default: the newest), oldest first, one line per event.
 
     With -o wide the raw data of each event is shown beside the words; --json has all of it.
     """

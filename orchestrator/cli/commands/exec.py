@@ -24,9 +24,9 @@ _NOT_RUN = 125
 
 @click.command("exec")
 @job_argument
-@click.option("--node", type=click.IntRange(0), help="On this node; the first one unless given.")
-@click.option("--rank", type=click.IntRange(0), help="Where this rank runs, with this rank's environment.")
-@click.option("--all", "everywhere", is_flag=True, help="On all nodes at once; lines say where they come from.")
+@click.option("--node", type=click.IntRange(0), help="On this node. [default: the first]")
+@click.option("--rank", type=click.IntRange(0), help="On the node of this rank, with its environment.")
+@click.option("--all", "everywhere", is_flag=True, help="On all nodes at once; lines begin with the node's name.")
 @click.argument("program", nargs=-1, required=True, metavar="-- PROGRAM [ARG]...")
 def command(job: str, node: int | None, rank: int | None, everywhere: bool, program: tuple[str, ...]) -> int:
     """Run PROGRAM beside a running JOB: on its node, in its working copy, with its environment.

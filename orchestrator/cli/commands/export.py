@@ -16,7 +16,7 @@ from orc.orchestrator.cli.ui.output import echo_result
 
 @click.command("export")
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
-@click.option("--force", is_flag=True, help="Write over FILE if it is there.")
+@click.option("--force", is_flag=True, help="Overwrite an existing FILE.")
 @json_option
 def command(file: str, force: bool, as_json: bool) -> int:
     """Write the history of all jobs into FILE (- for standard output), as JSON lines for `orc import`.

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @click.command("gc")
 @cluster_option
-@click.option("--dry-run", is_flag=True, help="Say what would be removed; change nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed; change nothing.")
 @click.option(
     "--older-than",
     type=AGE,
     default="7d",
     show_default=True,
     metavar="AGE",
-    help="Keep what was used within this time; at least an hour.",
+    help="Keep snapshots and environments used within this time; at least an hour.",
 )
 @click.option(
     "--work", is_flag=True, help="Remove the working copies of ended jobs too; not their checkpoints and logs."

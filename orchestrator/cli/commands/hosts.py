@@ -25,15 +25,15 @@ def command() -> None:
 
 @command.command("run")
 @cluster_argument
-@click.option("--host", "chosen", multiple=True, metavar="NAME", help="On this host alone. May be repeated.")
-@click.option("--timeout", type=SECONDS, default=3600.0, help="Give up a host that is silent so long (3600 s).")
+@click.option("--host", "chosen", multiple=True, metavar="NAME", help="Only on this host. May be repeated.")
+@click.option("--timeout", type=SECONDS, default=3600.0, help="Give up a host after this time without output (3600 s).")
 @json_option
 @click.argument("program", nargs=-1, required=True, metavar="-- PROGRAM [ARG]...")
 def run_command(name: str, chosen: tuple[str, ...], timeout: float, as_json: bool, program: tuple[str, ...]) -> int:
     """Run PROGRAM on all hosts of the cluster NAME at once.
 
-    Lines come with the host's name in front. The exit status is the highest of all hosts; 5 stands for one that did
-    not answer, 127 for a program that is not there. No shell reads the words: `-- sh -c '...'` starts one.
+    Lines begin with the host's name. The exit status is the highest of all hosts; 5 means that a host did not answer,
+    127 that the program is missing. No shell reads the words: `-- sh -c '...'` starts one.
     """
     from contextlib import closing
 

@@ -18,7 +18,7 @@ from orc.orchestrator.cli.ui.output import echo
     is_flag=True,
     help="Go on with the file's live jobs and schedules here, after showing what will run. The other ledger must rest.",
 )
-@click.option("-y", "--yes", is_flag=True, help="With --take-over: do not ask.")
+@click.option("-y", "--yes", is_flag=True, help="With --take-over: go on without asking.")
 @json_option
 def command(file: str, take_over: bool, yes: bool, as_json: bool) -> int:
     """Read FILE (- for standard input), which `orc export` wrote, into this ledger: all of it or nothing.
@@ -58,7 +58,7 @@ def command(file: str, take_over: bool, yes: bool, as_json: bool) -> int:
     if report.known["jobs"]:
         echo(f"{report.known['jobs']} jobs were here already")
     if report.ended:
-        echo(f"{report.ended} jobs had not ended: they are history here, as cancelled, and nothing of them runs")
+        echo(f"{report.ended} jobs had not ended: here they are cancelled, and do not run")
     if report.disabled:
         echo(f"{report.disabled} schedules came in disabled; `orc schedule resume NAME` starts one")
     return 0
@@ -67,7 +67,7 @@ def command(file: str, take_over: bool, yes: bool, as_json: bool) -> int:
 def _agree(lines: list[str], where: str, *, yes: bool) -> None:
     """Print what will run, and ask.
 
-    Raises `InvalidImport`, `click.UsageError` where nobody can be asked, and `click.exceptions.Exit` for a no.
+    Raises `InvalidImport`, `click.UsageError` where orc cannot ask, and `click.exceptions.Exit` for a no.
     """
     from orc.orchestrator.ledger.history_import import live_work
 
@@ -80,5 +80,5 @@ def _agree(lines: list[str], where: str, *, yes: bool) -> None:
         return
     deed = f"go on with these {len(work)} here, with the rights of this account"
     if not questions.can_ask():
-        raise click.UsageError(f"--yes is needed to {deed} where nobody can be asked", click.get_current_context())
+        raise click.UsageError(f"--yes is needed to {deed} where orc cannot ask", click.get_current_context())
     questions.ask(deed)

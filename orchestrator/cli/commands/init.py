@@ -162,7 +162,7 @@ def _complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> 
 @click.option("--list", "listed", is_flag=True, help="List the starters, as without arguments.")
 @json_option
 def command(starter: str | None, directory: Path | None, listed: bool, as_json: bool) -> None:
-    """Copy STARTER to DIRECTORY (default: a new directory of its name); without arguments, list the starters."""
+    """Copy STARTER to DIRECTORY (default: a new directory of its name). Without arguments, list the starters."""
 
     known = starters()
     if starter is None or listed:

@@ -174,7 +174,7 @@ def _through_torchrun(request: LocalLaunch, values: Values, as_json: bool) -> No
     if not torchrun.wanted(request, values):
         return
     if as_json:
-        raise click.UsageError("--json cannot report on torchrun, which the rendezvous or its settings ask for")
+        raise click.UsageError("--json does not work with torchrun, which these rendezvous settings need")
     try:
         torchrun.start(request, values)
     except LaunchError as error:
@@ -249,19 +249,21 @@ _SETTINGS = {**EITHER_SPELLING, "allow_interspersed_args": False, "help_option_n
 @click.option(
     "-n", "--nproc", type=click.IntRange(1), metavar="N", help="Processes of this machine. [default: its GPUs, or 1]"
 )
-@click.option("--python", metavar="PATH", help="The interpreter; the one that runs orc by default.")
+@click.option("--python", metavar="PATH", help="Interpreter of the script; by default the one of orc.")
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="Seed of Python, NumPy and torch.")
 @click.option(
     "--stand-in", multiple=True, metavar="PACKAGE", help="Run SCRIPT on orc.runtime although it imports accelerate."
 )
-@click.option("--grace", type=SECONDS, default=30.0, show_default=True, metavar="S", help="From SIGTERM to SIGKILL.")
+@click.option(
+    "--grace", type=SECONDS, default=30.0, show_default=True, metavar="S", help="Time from SIGTERM to SIGKILL."
+)
 @json_option
 @click.argument("program", metavar="SCRIPT [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
     """Run SCRIPT on this machine, on N processes.
 
-    Everything after SCRIPT is SCRIPT's own, options included. The exit status is that of the first failing process.
-    Flags have either spelling, --num_processes or --num-processes. What they do here: docs/reference/launch.md.
+    Words and options after SCRIPT belong to SCRIPT. The exit status is that of the first failing process.
+    Flags take either spelling, --num_processes or --num-processes. All flags: docs/reference/launch.md.
     """
     from orc.launchers.accelerate.merge import merge
     from orc.launchers.foreground.documented import documented

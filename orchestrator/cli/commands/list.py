@@ -24,9 +24,9 @@ INTERVAL_S = 2.0
 
 @click.command("list")
 @filter_options()
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="How many at most.")
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Largest number of lines.")
 @click.option("-w", "--watch", "watching", is_flag=True, help="Show it again whenever it changes, until Ctrl-C.")
-@click.option("--refresh/--no-refresh", default=True, help="Ask, for 2 s at most, about states that are old.")
+@click.option("--refresh/--no-refresh", default=True, help="Ask the clusters about old states, for at most 2 s.")
 @output_options("json", "yaml", "wide", "name")
 def command(
     states: tuple[str, ...],
@@ -38,7 +38,7 @@ def command(
     refresh: bool,
     form: str | None,
 ) -> None:
-    """List jobs, newest first, as the ledger has them, with the age of what is not final (`orc status` asks)."""
+    """List jobs of the ledger, newest first, with the age of each live state (`orc status` asks the clusters)."""
 
     if watching and form in ("json", "yaml", "name"):
         raise click.UsageError(f"--watch shows a table, and -o {form} is none", click.get_current_context())
@@ -79,7 +79,7 @@ def show(client: JobsClient, rows: Sequence[JobRow], form: str | None) -> None:
         from orc.orchestrator.engine.job_files import unknown
 
         if isinstance(client, Client) and (lost := unknown(client.workspace)):
-            echo(f"jobs that have a directory here and are not in the ledger: {len(lost)}; `orc adopt`", err=True)
+            echo(f"jobs here that the ledger does not know: {len(lost)}; `orc adopt` restores them", err=True)
     elif form == "name":
         echo("\n".join(job.id for job in rows))
     else:

@@ -19,9 +19,9 @@ from orc.orchestrator.cli.ui.output import echo, echo_json
 @click.option("--insecure-http", is_flag=True, help="Agree to send the token unencrypted over a network.")
 @json_option
 def command(url: str, token_file: str | None, ca: str | None, insecure_http: bool, as_json: bool) -> None:
-    """Store a token for the service at URL; from then on commands go to it instead of the ledger of this machine.
+    """Store a token for the service at URL. From then on commands go to it, not to the ledger of this machine.
 
-    The token is asked for on a terminal, else read from standard input: an argument would be seen by others.
+    orc asks for the token on a terminal, or reads it from standard input: others could see an argument.
     """
     from orc.orchestrator.clients import logins
     from orc.orchestrator.clients.logins import Login

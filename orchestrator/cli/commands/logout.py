@@ -13,7 +13,7 @@ from orc.orchestrator.cli.ui.output import echo_result
 @click.argument("url", metavar="[URL]", required=False)
 @json_option
 def command(url: str | None, as_json: bool) -> None:
-    """Forget the token for the service at URL (the one in use unless given); commands use the ledger afterwards.
+    """Forget the token for the service at URL (default: the one in use). Commands then use the ledger of this machine.
 
     The token stays valid: `orc token revoke` ends it for everybody who has it.
     """

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 @click.option("-f", "--follow", "following", is_flag=True, help="Go on until the job has ended, over its retries.")
 @click.option("--rank", "ranks", type=click.IntRange(0), multiple=True, help="Only this rank. May be repeated.")
 @click.option(
-    "--node", "nodes", type=click.IntRange(0), multiple=True, help="The agent and launcher output of this node."
+    "--node", "nodes", type=click.IntRange(0), multiple=True, help="Output of the agent and the launcher on this node."
 )
-@click.option("--launcher", is_flag=True, help="What the cluster's own launcher printed: the batch script and srun.")
-@click.option("--attempt", type=click.IntRange(1), help="Of this attempt instead of the newest.")
+@click.option("--launcher", is_flag=True, help="Output of the cluster's own launcher: the batch script and srun.")
+@click.option("--attempt", type=click.IntRange(1), help="This attempt instead of the newest.")
 @click.option("--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines of each log.")
 @click.option("--since-offset", type=click.IntRange(0), default=0, metavar="BYTES", help="Skip the first bytes.")
 @click.option("--since", type=MOMENT, metavar="TIME", help="Only lines since: 2026-01-31T12:00, or 10m, 2h ago.")
-@click.option("--grep", "pattern", metavar="REGEX", help="Only lines in which this is found.")
+@click.option("--grep", "pattern", metavar="REGEX", help="Only lines that contain this regular expression.")
 @click.option("--color/--no-color", "colours", default=None, help="A colour for each rank. [default: on a terminal]")
-@click.option("--raw", is_flag=True, help="On a terminal, too: every byte as it is, control characters included.")
+@click.option("--raw", is_flag=True, help="Print every byte as it is, control characters too, also on a terminal.")
 @json_option
 def command(
     job: str,
@@ -52,7 +52,7 @@ def command(
     raw: bool,
     as_json: bool,
 ) -> None:
-    """Print the logs of JOB, the newest unless given, byte for byte; several ranks are told apart by a prefix.
+    """Print the logs of JOB (default: the newest), byte for byte; a prefix names the rank.
 
     Lines of several ranks come in the order of the times that they begin with, where they do; with --follow as they
     come.

@@ -41,7 +41,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 @click.option("--tail", type=click.IntRange(0), default=ROWS, show_default=True, help="Rows of the table.")
 @json_option
 def command(jobs: tuple[str, ...], following: bool, wanted: tuple[str, ...], tail: int, as_json: bool) -> None:
-    """Show what the training of JOB (the newest unless given) measures: a table of its values, its loss as a curve.
+    """Show the metrics of JOB (default: the newest): a table of its values, its loss as a curve.
 
     Of several JOBs the last values are a table, and their curves are drawn over one another. With --json every line of
     the job's metrics.jsonl is printed, over all attempts and hosts; of several jobs with a key "job".
@@ -128,11 +128,9 @@ def _last(lines: Sequence[Line], name: str) -> str:
 def _nothing(client: JobsClient, job_id: str) -> Exception:
 
     view = client.job(job_id)
-    hint = (
-        "orc.runtime writes a line every metrics_interval_s (10 s) in which steps were taken; `runtime.metrics` is on"
-    )
+    hint = "a script measures with orc.runtime, unless the job sets `runtime: {metrics: false}`"
     if not view.ended:
-        hint = f"`orc metrics -f {job_id}` waits for them; " + hint
+        hint = f"`orc metrics -f {job_id}` waits for the first values; " + hint
     return LaunchError(f"the job has measured nothing so far: {jobtext.headline(view)}", where=job_id, hint=hint)
 
 

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 @click.group("notifications")
 def command() -> None:
-    """List notifications, retry those that were given up, test a target."""
+    """List notifications, send failed ones again, test a target."""
 
 
 @command.command("list")
-@click.option("--job", metavar="JOB", help="Only those about this job.")
+@click.option("--job", metavar="JOB", help="Only notifications about this job.")
 @click.option(
     "--state",
     "states",
     multiple=True,
     type=click.Choice(["due", "sent", "dead"]),
-    help="So. May be repeated.",
+    help="Only in this state. May be repeated.",
 )
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="How many at most.")
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Largest number of lines.")
 @output_options("json", "yaml")
 def list_command(job: str | None, states: tuple[str, ...], limit: int, form: str | None) -> None:
-    """List notifications, newest first: what is due, what was sent, what was given up and why."""
+    """List notifications, newest first: due, sent, and given up with the reason."""
 
     client = open_client()
     found = client.notifications(job_id=client.resolve(job) if job else None, states=states, limit=limit)
@@ -59,7 +59,7 @@ def _row(one: NotificationView) -> list[str]:
 @click.argument("jobs", metavar="[JOB]...", nargs=-1)
 @json_option
 def retry_command(jobs: tuple[str, ...], as_json: bool) -> None:
-    """Send notifications about JOBs that were given up after all; without one, those about all jobs."""
+    """Send notifications about JOBs again that were given up. [default: about all jobs]"""
 
     client = open_client()
     chosen = [client.resolve(job) for job in jobs]

@@ -29,20 +29,30 @@ _WHY = {
 
 @click.command("prune")
 @click.option(
-    "--cluster", metavar="NAME", shell_complete=complete_clusters, help="This one; all that can be pruned unless given."
+    "--cluster",
+    metavar="NAME",
+    shell_complete=complete_clusters,
+    help="This cluster. [default: all that can be pruned]",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be deleted; delete nothing.")
-@click.option("--kept", is_flag=True, help="Delete what was kept on purpose (on_finish: keep, idle) too.")
-@click.option("--unknown", is_flag=True, help="Delete what belongs to no job in this ledger too: is it nobody else's?")
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted; delete nothing.")
+@click.option("--kept", is_flag=True, help="Also delete what was kept on purpose (on_finish: keep, idle).")
+@click.option(
+    "--unknown",
+    is_flag=True,
+    help="Also delete what belongs to no job of this ledger. It may belong to another ledger.",
+)
 @click.option(
     "--jobs-older-than",
     type=AGE,
     metavar="AGE",
-    help="Remove jobs that ended so long ago (30d) from the ledger, and nothing else.",
+    help="Remove jobs that ended longer ago than this (30d) from the ledger, and nothing else.",
 )
-@click.option("--keep-failed", is_flag=True, help="With --jobs-older-than: not those that have failed.")
+@click.option("--keep-failed", is_flag=True, help="With --jobs-older-than: keep failed jobs.")
 @click.option(
-    "--audit-older-than", type=AGE, metavar="AGE", help="Remove lines of a service's audit log of so long ago (365d)."
+    "--audit-older-than",
+    type=AGE,
+    metavar="AGE",
+    help="Remove lines of a service's audit log that are older than this (365d).",
 )
 @json_option
 def command(

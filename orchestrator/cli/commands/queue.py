@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @click.command("queue")
 @click.option(
-    "--cluster", metavar="NAME", shell_complete=complete_clusters, help="This one; all that have a queue unless given."
+    "--cluster", metavar="NAME", shell_complete=complete_clusters, help="This cluster. [default: all with a queue]"
 )
 @output_options("json", "yaml")
 def command(cluster: str | None, form: str | None) -> int:
-    """Show the queues of clusters: partitions, why our jobs wait, and when they are expected to start.
+    """Show the queues of clusters: partitions, and of our jobs the reason why they wait and the expected start.
 
     Exit status 1 when a cluster did not answer; the others are shown.
     """

@@ -19,13 +19,13 @@ RESOURCES = ("gpus", "jobs", "cost")
 
 def whose(function: click.decorators.FC) -> click.decorators.FC:
     """Add ``--user`` and ``--project``, of which one is needed."""
-    function = click.option("--project", metavar="NAME", help="Of all jobs of this project.")(function)
-    return click.option("--user", metavar="NAME", help="Of all jobs of this user.")(function)
+    function = click.option("--project", metavar="NAME", help="For all jobs of this project.")(function)
+    return click.option("--user", metavar="NAME", help="For all jobs of this user.")(function)
 
 
 @click.group("quota")
 def command() -> None:
-    """Limit what users and projects have in flight, on all clusters together."""
+    """Limit the live jobs, GPUs and cost of users and projects, over all clusters."""
 
 
 @command.command("set")
@@ -48,7 +48,7 @@ def set_command(user: str | None, project: str | None, resource: str, amount: fl
 @click.argument("resource", type=click.Choice(RESOURCES))
 @json_option
 def remove_command(user: str | None, project: str | None, resource: str, as_json: bool) -> None:
-    """Let a user or project have as much of RESOURCE as there is."""
+    """Remove the limit on RESOURCE for a user or project."""
     from orc.orchestrator.ledger import usage
 
     scope, name = _named(user, project)
@@ -64,7 +64,7 @@ def remove_command(user: str | None, project: str | None, resource: str, as_json
 @command.command("list")
 @json_option
 def list_command(as_json: bool) -> None:
-    """List the quotas, and what is in flight of them."""
+    """List the quotas, with their current use."""
     from orc.orchestrator.engine.limits import use_of_quotas
 
     found = use_of_quotas(_workspace())

@@ -166,10 +166,8 @@ def show_any(loaded: LoadedJob | LoadedGroup, form: str, output: Path | None, me
 @cluster_option
 @set_option
 @click.option("--format", "form", type=click.Choice(["text", "json", "dir"]), default="text", show_default=True)
-@click.option(
-    "--output", "-o", metavar="DIR", type=click.Path(path_type=Path), help="Where --format dir writes; a new directory."
-)
-@click.option("--member", metavar="INDEX", help="Of a sweep, array or pipeline: the plan of this job of it.")
+@click.option("--output", "-o", metavar="DIR", type=click.Path(path_type=Path), help="New directory for --format dir.")
+@click.option("--member", metavar="INDEX", help="Print the plan of this job of a sweep, array or pipeline.")
 @json_option
 def command(
     job_file: str,
@@ -182,7 +180,7 @@ def command(
 ) -> None:
     """Print what would run, as lines for a shell, and exactly what `orc submit` would send. Touches no network.
 
-    JOB.yaml is ./job.yaml unless given. Of a sweep, an array or a pipeline the jobs are listed.
+    JOB.yaml is ./job.yaml unless given. For a sweep, an array or a pipeline it lists the jobs.
     """
     if output is not None and form != "dir":
         raise click.UsageError("--output needs --format dir", click.get_current_context())

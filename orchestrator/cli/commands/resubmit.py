@@ -27,7 +27,7 @@ def command(
 ) -> int:
     """Run JOB again as a new job, from the same code snapshot and specification, as changed with --set.
 
-    Of a sweep, an array or a pipeline, the jobs that have ended without success are submitted once more.
+    For a sweep, an array or a pipeline, submit the unsuccessful jobs once more.
     """
 
     client = open_client(reconciler=reconciler)

@@ -27,17 +27,17 @@ def command() -> None:
 @job_file_argument
 @cluster_option
 @set_option
-@click.option("--name", help="What people call it; the job's name unless given.")
+@click.option("--name", help="Name of the schedule. [default: the job's name]")
 @click.option("--timezone", default="UTC", show_default=True, metavar="ZONE", help="An IANA name.")
 @click.option(
     "--missed", type=click.Choice(["skip", "run_once"]), default="skip", show_default=True,
-    help="What becomes of times at which nothing of orc ran: nothing, or one job for all of them.",
+    help="After times at which nothing of orc ran: submit nothing, or one job for all of them.",
 )  # fmt: skip
 @click.option(
     "--overlap", type=click.Choice(["allow", "skip"]), default="skip", show_default=True,
-    help="What becomes of a time at which the last job has not ended.",
+    help="If the last job has not ended at a time: skip the time, or submit another job.",
 )  # fmt: skip
-@click.option("-y", "--yes", is_flag=True, help="Do not ask whether a large snapshot is meant.")
+@click.option("-y", "--yes", is_flag=True, help="Send a large snapshot without asking.")
 @json_option
 def create(
     cron: str,
@@ -53,7 +53,7 @@ def create(
 ) -> None:
     """Submit the job in JOB.yaml (./job.yaml unless given) whenever CRON is due: five fields, like '0 3 * * mon-fri'.
 
-    Its snapshot is taken now: what is changed later needs another schedule.
+    The schedule keeps the snapshot of now. Later changes of the code need another schedule.
     """
     from orc.orchestrator.engine.cron import check
 
@@ -83,7 +83,7 @@ def list_(as_json: bool) -> None:
 @schedule_argument
 @json_option
 def pause(schedule: str, as_json: bool) -> None:
-    """Submit nothing until the schedule is resumed; jobs that run go on."""
+    """Submit nothing until the schedule is resumed; running jobs go on."""
     _change(schedule, enabled=False, as_json=as_json)
 
 
@@ -91,7 +91,7 @@ def pause(schedule: str, as_json: bool) -> None:
 @schedule_argument
 @json_option
 def resume(schedule: str, as_json: bool) -> None:
-    """Go on with a schedule that was paused; what was due meanwhile is not made up for."""
+    """Go on with a paused schedule; times in the pause stay skipped."""
     _change(schedule, enabled=True, as_json=as_json)
 
 
@@ -99,7 +99,7 @@ def resume(schedule: str, as_json: bool) -> None:
 @schedule_argument
 @json_option
 def delete(schedule: str, as_json: bool) -> None:
-    """Forget a schedule; its jobs stay, and those that run go on."""
+    """Delete a schedule; its jobs stay, and running jobs go on."""
     from orc.orchestrator.engine.schedules import chosen
 
     client = open_client()

@@ -13,20 +13,22 @@ from orc.orchestrator.cli.ui.output import echo, echo_json_line
 
 
 @click.command("serve")
-@click.option("--host", metavar="ADDRESS", help="Address to listen on; 127.0.0.1 unless given.")
-@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 8770 unless given, 0 for a free one.")
+@click.option("--host", metavar="ADDRESS", help="Address to listen on. [default: 127.0.0.1]")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free one. [default: 8770]")
 @click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate chain (PEM).")
 @click.option("--tls-key", type=click.Path(path_type=Path), help="Key of the certificate (PEM).")
+@click.option("--behind-proxy", is_flag=True, default=None, help="A proxy ends TLS and passes on the caller's address.")
 @click.option(
-    "--behind-proxy", is_flag=True, default=None, help="A proxy ends TLS and passes on the address of who asks."
-)
-@click.option(
-    "--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Name that requests may use. Repeatable."
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Host name that requests may use. May be repeated.",
 )
 @click.option(
     "--access-log", type=click.Choice(["text", "json"]), help="Form of the access log; json: one object on each line."
 )
-@click.option("--no-reconciler", is_flag=True, help="Serve alone: passes are run elsewhere.")
+@click.option("--no-reconciler", is_flag=True, help="Only serve; another process runs the passes.")
 @click.option(
     "--config", type=click.Path(path_type=Path, dir_okay=False), help="File of settings instead of service.yaml."
 )
@@ -36,8 +38,8 @@ def command(
 ) -> None:
     """Serve the ledger over HTTP: REST API, event streams and web page, and run the passes of the reconciler.
 
-    Settings are flags, ORC_SERVE_* variables, or keys of service.yaml (docs/reference/rest-api.md). It takes requests
-    from this machine alone unless told otherwise, and every request needs a token (`orc token create`).
+    Settings are flags, ORC_SERVE_* variables, or keys of service.yaml (docs/reference/rest-api.md). Every request needs
+    a token (`orc token create`). Without --host the service accepts requests only from this machine.
     """
     import logging
 

@@ -11,8 +11,8 @@ from orc.orchestrator.cli.ui.display import waiting
 
 @click.command("ssh")
 @job_argument
-@click.option("--node", type=click.IntRange(0), help="To this node; the first one unless given.")
-@click.option("--rank", type=click.IntRange(0), help="To where this rank runs, with this rank's environment.")
+@click.option("--node", type=click.IntRange(0), help="This node. [default: the first]")
+@click.option("--rank", type=click.IntRange(0), help="The node of this rank, with its environment.")
 def command(job: str, node: int | None, rank: int | None) -> None:
     """Open a shell on a node of a running JOB: in its working copy, with its environment.
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.option("--timeout", type=click.FloatRange(0.1, 600), default=10.0, show_default=True, help="Seconds to wait.")
 @json_option
 def command(job: str, timeout: float, as_json: bool) -> int:
-    """Show where the ranks of a running JOB stand: ranks with equal stacks together, the odd one out first.
+    """Show the stacks of the ranks of a running JOB: ranks with equal stacks together, the odd rank first.
 
     Nothing is stopped. Python's own faulthandler answers; where a rank hangs outside Python, py-spy does if the node
     has it. Exit status 1 when some node gave no answer.

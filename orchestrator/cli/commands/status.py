@@ -28,7 +28,7 @@ def unended(client: JobsClient) -> list[str]:
 @click.option("--refresh/--no-refresh", default=True, help="Ask the clusters first (the default).")
 @output_options("json", "yaml", "wide", "name")
 def command(jobs: tuple[str, ...], refresh: bool, form: str | None) -> None:
-    """Show attempts, hosts, ranks and the first failure of JOBs; without one, of all that have not ended."""
+    """Show attempts, hosts, ranks and the first failure of JOBs. [default: all live jobs]"""
 
     client = open_client()
     ids = job_ids(client, jobs) or unended(client)

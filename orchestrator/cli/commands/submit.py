@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.exit_codes import of_states
+from orc.orchestrator.cli.exit_codes import ExitCode, of_states
 from orc.orchestrator.cli.options import cluster_option, job_file_here, json_option, set_option
 from orc.orchestrator.cli.session import check_jobs, open_client
 from orc.orchestrator.cli.ui import jobtext
@@ -30,7 +30,11 @@ Submit = Callable[["Callable[[str, Mapping[str, Any]], None]"], "JobView"]
 def follow_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """``--follow``, ``--rank``, ``--all-ranks``, ``--bell``."""
     for option in (
-        click.option("--bell", is_flag=True, help="With --follow: ring when it has ended, here and on the desktop."),
+        click.option(
+            "--bell",
+            is_flag=True,
+            help="With --follow: ring when the job has ended, in the terminal and on the desktop.",
+        ),
         click.option("--all-ranks", is_flag=True, help="With --follow: show all ranks, told apart by a prefix."),
         click.option(
             "--rank", "ranks", type=click.IntRange(0), multiple=True, help="With --follow: show this rank. [default: 0]"
@@ -44,7 +48,7 @@ def follow_options(function: Callable[..., Any]) -> Callable[..., Any]:
 reconciler_option = click.option(
     "--reconciler/--no-reconciler",
     default=True,
-    help="Leave a process behind that goes on with the job (retries, queued jobs) until it has ended (the default).",
+    help="Leave a process behind that sends retries and queued jobs until the job has ended (the default).",
 )
 
 
@@ -66,7 +70,7 @@ def group_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask whether a large snapshot is meant.")
+yes_option = click.option("-y", "--yes", is_flag=True, help="Send a large snapshot without asking.")
 
 
 SCRIPT_ARGUMENTS = "orc.submit.arguments"  # of click's context: the words behind `--`
@@ -90,7 +94,7 @@ class _Submit(click.Command):
         except click.NoSuchOption as error:
             if after := _unknown_after_script(args[:end], error.option_name):
                 line = shlex.join([*args[:after], "--", *args[after:end], *args[end + 1 :]])
-                what = f"No such option {error.option_name!r}; arguments of the script stand behind `--`"
+                what = f"No such option {error.option_name!r}; arguments of the script go after `--`"
                 raise click.UsageError(f"{what}: {ctx.command_path} {line}", ctx) from None
             raise
 
@@ -104,7 +108,7 @@ def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--gpus", metavar="N", help="GPUs per node, one for each process."),
         click.option("-n", "--nproc", metavar="N", help="Processes per node."),
-        click.option("--nodes", metavar="N", help="Nodes; 2:4 takes what is free."),
+        click.option("--nodes", metavar="N", help="Nodes; 2:4 takes two to four, as many as are free."),
     ):
         function = option(function)
     return function
@@ -118,7 +122,10 @@ def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @after_option
 @group_options
 @click.option(
-    "--priority", type=click.IntRange(-100, 100), metavar="N", help="Instead of the job file's: higher goes first."
+    "--priority",
+    type=click.IntRange(-100, 100),
+    metavar="N",
+    help="Priority instead of the job file's; higher goes first.",
 )
 @click.option("--dry-run", is_flag=True, help="Send nothing: show what would run, as `orc render` does.")
 @click.option("--save", metavar="FILE", type=click.Path(path_type=Path), help="Keep the job file made for SCRIPT.py.")
@@ -147,13 +154,13 @@ def command(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Send the job in JOB.yaml (./job.yaml unless given), or SCRIPT.py as it is, to its cluster; print its id.
+    """Send a job to its cluster, from JOB.yaml (default: ./job.yaml) or from SCRIPT.py as it is; print its id.
 
     \b
     orc submit job.yaml --follow
     orc submit train.py --cluster lab --nodes 2 -- --lr 0.1
 
-    Words behind -- are arguments of the script. The current directory travels along with a script that lies in it.
+    Words after -- are arguments of the script. orc sends the current directory along if the script lies in it.
     The job runs on when this command ends. A sweep, an array or a pipeline becomes several jobs, all of them or none,
     and the id of their group is printed.
 
@@ -309,7 +316,9 @@ def _follow(client: JobsClient, view: JobView, selection: Selection, as_json: bo
             view = follow(client, view.id, Cursor(client, view.id, sink, around=shown.aside), selection, shown)
     except KeyboardInterrupt:
         echo(f"\nstopped following; the job goes on: orc logs -f {view.id}, orc cancel {view.id}", err=True)
-        raise
+        if as_json:
+            raise
+        raise click.exceptions.Exit(ExitCode.INTERRUPTED) from None
     finally:
         sink.finish()
     if not as_json:

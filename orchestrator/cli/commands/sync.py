@@ -41,12 +41,12 @@ class Tree:
 @click.argument("job_file", metavar="[JOB.yaml]", type=click.Path(), required=False)
 @cluster_option
 @set_option
-@click.option("--explain", is_flag=True, help="Say what would be sent, and why; change nothing on the cluster.")
+@click.option("--explain", is_flag=True, help="Show what would be sent, and why; change nothing on the cluster.")
 @json_option
 def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...], explain: bool, as_json: bool) -> int:
-    """Bring what the job in JOB.yaml needs to its cluster; without a job, orc's own runtime.
+    """Bring the snapshots of the job in JOB.yaml to its cluster; without a job, orc's own runtime.
 
-    Submitting does this by itself. Exit status 1 when a host could not be served; the others are.
+    `orc submit` does this by itself. Exit status 1 if a host could not be served; the others are.
     """
     from orc.launchers.transfer import sync
     from orc.orchestrator.engine.validation import load_checked

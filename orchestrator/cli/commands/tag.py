@@ -15,7 +15,7 @@ from orc.orchestrator.cli.ui.output import echo
 @click.argument("changes", metavar="[KEY=VALUE | KEY-]...", nargs=-1)
 @output_options("json", "yaml")
 def command(job: str, changes: tuple[str, ...], form: str | None) -> None:
-    """Set tags of JOB, and with KEY- remove them; print those that it has then."""
+    """Set tags of JOB, remove them with KEY-, and print its tags."""
 
     wanted: dict[str, str | None] = {}
     for text in changes:

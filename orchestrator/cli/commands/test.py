@@ -36,7 +36,7 @@ TIMEOUT_S = 180  # of a collective: a machine that hangs is to say so
 def command(
     nproc: int | None, cpu: bool, config_file: Path | None, cluster: str | None, nodes: int, gpus: int, as_json: bool
 ) -> int:
-    """Train for a second on several processes and check what came of it: state, data, collectives, save and load.
+    """Train for a second on several processes, and check the result: state, data, collectives, save and load.
 
     Each check is printed with its seconds. With --cluster it is a job, which is submitted and followed. The exit
     status is 0 when all checks held, 1 when one did not.

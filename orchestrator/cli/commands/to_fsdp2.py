@@ -94,8 +94,12 @@ def _below(node: yaml.Node | None, path: tuple[str, ...]) -> yaml.Node | None:
 @click.command("to-fsdp2", context_settings=EITHER_SPELLING)
 @click.argument("config", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--config-file", type=click.Path(path_type=Path, dir_okay=False), help="The same as CONFIG.")
-@click.option("--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Write it there instead of here.")
-@click.option("--overwrite", is_flag=True, help="Write it to CONFIG, or over an existing output file.")
+@click.option(
+    "--output-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for the result instead of the terminal.",
+)
+@click.option("--overwrite", is_flag=True, help="Write the result to CONFIG, or over an existing output file.")
 @json_option
 def command(
     config: Path | None, config_file: Path | None, output_file: Path | None, overwrite: bool, as_json: bool

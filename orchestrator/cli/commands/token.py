@@ -43,19 +43,26 @@ def command() -> None:
 
 
 @command.command("create")
-@click.option("--user", required=True, metavar="NAME", help="Whose it is: jobs sent with it belong to NAME.")
+@click.option("--user", required=True, metavar="NAME", help="User of the token: jobs sent with it belong to NAME.")
 @click.option(
     "--role",
     type=click.Choice(["viewer", "user", "admin"]),
     default="user",
     show_default=True,
-    help="viewer reads, user changes the own jobs, admin changes all.",
+    help="A viewer reads, a user changes their own jobs, an admin changes all.",
 )
-@click.option("--expires", type=_Span(), default="90d", show_default=True, metavar="TIME", help="Like 12h, or never.")
-@click.option("--note", default="", help="What it is for.")
+@click.option(
+    "--expires",
+    type=_Span(),
+    default="90d",
+    show_default=True,
+    metavar="TIME",
+    help="Time until it expires, like 12h, or never.",
+)
+@click.option("--note", default="", help="A note about its purpose.")
 @json_option
 def create_command(user: str, role: str, expires: float | None, note: str, as_json: bool) -> None:
-    """Create a token and print it, this once."""
+    """Create a token and print it, only this once."""
     from orc.orchestrator.api.tokens import create_token
 
     client = _client()

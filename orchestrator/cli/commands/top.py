@@ -42,7 +42,7 @@ HEADER = (
 @click.option("--once", is_flag=True, help="One measurement of each node, then end.")
 @json_option
 def command(jobs: tuple[str, ...], interval: float, once: bool, as_json: bool) -> int:
-    """Show what the nodes of running jobs are busy with: processors, memory, GPUs, ranks, training speed.
+    """Show the load of the nodes of running jobs: processors, memory, GPUs, ranks, training speed.
 
     With --json, one object per measurement and line. Ctrl-C ends it.
     """

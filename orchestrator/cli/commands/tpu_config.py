@@ -28,10 +28,10 @@ _WHEELS = "~/.cache/orc/wheels"  # on a worker
 
 @click.command("tpu-config", context_settings=EITHER_SPELLING)
 @click.option(
-    "--cluster", metavar="NAME", shell_complete=complete_clusters, help="Of kind tpu; the only such unless given."
+    "--cluster", metavar="NAME", shell_complete=complete_clusters, help="Cluster of kind tpu. [default: the only one]"
 )
-@click.option("--tpu-name", metavar="NAME", help="The TPU; `name` of the cluster unless given.")
-@click.option("--tpu-zone", metavar="ZONE", help="Its zone; those of the cluster unless given.")
+@click.option("--tpu-name", metavar="NAME", help="Name of the TPU. [default: `name` of the cluster]")
+@click.option("--tpu-zone", metavar="ZONE", help="Zone of the TPU. [default: the zones of the cluster]")
 @click.option("--command", "commands", multiple=True, metavar="TEXT", help="A command to run. May be repeated.")
 @click.option("--command-file", metavar="FILE", type=click.Path(), help="A file of commands to run.")
 @click.option(
@@ -43,13 +43,19 @@ _WHEELS = "~/.cache/orc/wheels"  # on a worker
 )
 @click.option(
     "--orc-version", "--accelerate-version", "version", metavar="VERSION", default="latest",
-    help="Which one: latest (default) or a version from the package index, or dev: the one here, copied there.",
+    help="Version of orc: latest (default), a version of the package index, or dev: a copy of the one here.",
 )  # fmt: skip
-@click.option("--use-sudo", is_flag=True, help="As root.")
-@click.option("--env", "variables", multiple=True, metavar="NAME=VALUE", help="Set on the workers. May be repeated.")
-@click.option("--worker", "workers", multiple=True, type=click.IntRange(0), help="On this worker alone. Repeatable.")
-@click.option("--timeout", type=SECONDS, default=3600.0, help="Give up a worker that is silent so long (3600 s).")
-@click.option("--debug", is_flag=True, help="Print what would be run; touch nothing.")
+@click.option("--use-sudo", is_flag=True, help="Run as root.")
+@click.option(
+    "--env", "variables", multiple=True, metavar="NAME=VALUE", help="Variable for the workers. May be repeated."
+)
+@click.option(
+    "--worker", "workers", multiple=True, type=click.IntRange(0), help="Only on this worker. May be repeated."
+)
+@click.option(
+    "--timeout", type=SECONDS, default=3600.0, help="Give up a worker after this time without output (3600 s)."
+)
+@click.option("--debug", is_flag=True, help="Print the commands; touch nothing.")
 @json_option
 def command(
     cluster: str | None,
@@ -67,7 +73,7 @@ def command(
     debug: bool,
     as_json: bool,
 ) -> int:
-    """Run commands on all workers of a TPU that exists, to set it up.
+    """Run commands on all workers of an existing TPU, to set it up.
 
     Commands of a file come first, then those of --command; each worker stops at the first that fails. Lines come with
     the worker's name in front. The exit status is the highest of all workers; 5 stands for one that did not answer.

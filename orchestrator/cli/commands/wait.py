@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 @click.command("wait")
 @optional_jobs_argument
 @click.option("--timeout", type=SECONDS, metavar="SECONDS", help="Give up after this time: exit status 6.")
-@click.option("--bell", is_flag=True, help="Ring when they have ended, here and on the desktop.")
+@click.option("--bell", is_flag=True, help="Ring when the jobs have ended, in the terminal and on the desktop.")
 @output_options("json", "yaml", "name")
 def command(jobs: tuple[str, ...], timeout: float | None, bell: bool, form: str | None) -> int:
-    """Wait until JOBs have ended; without one, the newest.
+    """Wait until JOBs have ended. [default: the newest]
 
-    Exit status: 0 all succeeded, 1 one failed, 3 one was cancelled, 6 timed out.
+    Exit status: 0 all succeeded, 1 a job failed, 3 a job was cancelled, 6 timed out.
     """
 
     client = open_client()

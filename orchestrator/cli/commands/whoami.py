@@ -12,7 +12,7 @@ from orc.orchestrator.cli.ui.output import echo_result
 @click.command("whoami")
 @json_option
 def command(as_json: bool) -> None:
-    """Say where commands go, to a service or the ledger of this machine, and as whom."""
+    """Show whether commands go to a service or to the ledger of this machine, and the user."""
     import getpass
 
     from orc.orchestrator.clients import logins

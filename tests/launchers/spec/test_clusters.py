@@ -88,7 +88,7 @@ def test_unknown_cluster_names_the_known_and_the_nearest(clusters_yaml: Path, mo
         get_cluster("slrum")
     assert str(caught.value) == (
         f"unknown cluster 'slrum', did you mean 'slurm'?\n"
-        f"  known clusters: lab, local, slurm; others are defined in {clusters_yaml}"
+        f"  known clusters: lab, local, slurm; define others in {clusters_yaml}"
     )
 
 

@@ -10,9 +10,9 @@ from orc.launchers.spec.job import LogRule
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        ("(a+)+b", "repeats what is repeated already"),
-        ("(x|y+)*", "repeats what is repeated already"),
-        ("(?:[ab]{2,}c)+", "repeats what is repeated already"),
+        ("(a+)+b", "repeats a repetition"),
+        ("(x|y+)*", "repeats a repetition"),
+        ("(?:[ab]{2,}c)+", "repeats a repetition"),
         ("(", "is no regular expression"),
         ("a*", "matches every line"),
         ("x" * 501, "1 to 500 characters"),

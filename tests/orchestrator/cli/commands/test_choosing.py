@@ -88,7 +88,7 @@ def test_cancel_takes_filters_shows_what_it_will_stop_and_wants_a_yes(
     ids = [orc("submit", job_file(SLEEPER % (name, sweep)), "--json").json["id"] for name, sweep in ("aa", "bb", "bc")]
     refused = orc("cancel", "--tag", "sweep=b")
     assert refused.code == 2
-    assert "--yes is needed to cancel 1 job where nobody can be asked" in refused.err
+    assert "--yes is needed to cancel 1 job where orc cannot ask" in refused.err
     assert ids[1] in refused.err
     assert ids[0] not in refused.err
     monkeypatch.setattr(questions, "can_ask", lambda: True)

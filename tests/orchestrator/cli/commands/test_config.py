@@ -244,7 +244,7 @@ def test_the_default_file_is_written_once_and_never_over_another(orc: Run, home:
     file.write_text("debug: true\n")
     again = orc("config", "default")
     assert again.code == 0
-    assert "stays as it is" in again.err
+    assert "was not changed" in again.err
     assert file.read_text() == "debug: true\n"
     asked = orc("config")
     assert asked.code == 2

@@ -168,7 +168,7 @@ def test_a_rendezvous_of_torchrun_starts_failed_processes_again(orc_process: Run
     done = orc_process("launch", *words, "--max_restarts", "1", "once.py")
     again = sorted(line for line in done.out.splitlines() if line.endswith("again: 1"))
     assert (done.code, again) == (0, ["0 of 2, again: 1", "1 of 2, again: 1"]), done.err
-    assert "--json cannot report" in orc("launch", "--json", *words, "once.py").error["what"]
+    assert "--json does not work with torchrun" in orc("launch", "--json", *words, "once.py").error["what"]
 
 
 def test_keys_of_aws_leave_the_command_line_and_reach_the_submission_alone(

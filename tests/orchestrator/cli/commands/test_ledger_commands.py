@@ -56,8 +56,7 @@ def test_a_ledger_is_exported_and_imported(orc, url, tmp_path, monkeypatch, plac
     assert orc("export", "-").out.splitlines()[1:] == file.read_text().splitlines()[1:]
     monkeypatch.setenv("ORC_LEDGER_URL", f"sqlite:///{tmp_path}/other.db")
     assert orc("import", "ledger.jsonl").out == (
-        "added 4 jobs with 7 events\n"
-        "1 jobs had not ended: they are history here, as cancelled, and nothing of them runs\n"
+        "added 4 jobs with 7 events\n1 jobs had not ended: here they are cancelled, and do not run\n"
     )
     again = orc("import", "ledger.jsonl", "--json").json
     assert (again["added"]["jobs"], again["known"]["jobs"]) == (0, 4)

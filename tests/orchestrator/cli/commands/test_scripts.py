@@ -141,5 +141,5 @@ def test_any_text_is_an_argument_and_is_kept(orc: Run) -> None:
 def test_an_argument_of_the_script_among_the_options_is_told_its_place(orc: Run, words: str, line: str) -> None:
     done = orc("submit", *words.split())
     assert done.code == 2
-    assert f"arguments of the script stand behind `--`: {line}\n" in done.err
+    assert f"arguments of the script go after `--`: {line}\n" in done.err
     assert "behind" not in orc("submit", "--lr", "0.1", "train.py").err

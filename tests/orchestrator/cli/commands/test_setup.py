@@ -223,7 +223,7 @@ def test_jobs_that_the_ledger_has_lost_are_named_by_doctor_and_adopted(orc: Run,
     (orc_home / "state" / "ledger.db").unlink()
     (found,) = [check for check in orc("doctor", "--json").json["checks"] if job in check["what"]]
     assert (found["level"], found["do"]) == ("warning", "orc adopt")
-    assert orc("list").err.endswith("are not in the ledger: 1; `orc adopt`\n")
+    assert orc("list").err.endswith("the ledger does not know: 1; `orc adopt` restores them\n")
     assert "not in the ledger" in orc("adopt", "--dry-run").out
     assert "adopted, attempts: 1" in orc("adopt").out
     assert orc("status", job, "--json").json["jobs"][0]["state"] == "SUCCEEDED"
