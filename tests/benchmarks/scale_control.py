@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import httpx
 import psutil
 from harness import Row
 
@@ -565,10 +567,111 @@ def _pruning(client: Client, jobs: int) -> Row:
     return Row(f"{jobs:,} jobs: the longest step of pruning a tenth", "none", max(steps), None, "s", None, 0.5, "ours")
 
 
+# -- followers
+
+LOG_BYTES = 10 << 30  # with holes: the file system does not keep them
+FOLLOWERS = 200
+WRITTEN = 8 << 20
+
+
+def followers(full: bool) -> Iterable[Row]:
+    """So many followers of one log of 10 GB, in a service with 10,000 jobs: what it costs while nothing happens."""
+    count, jobs, idle_s = (FOLLOWERS, 10_000, 20.0) if full else (20, 500, 3.0)
+    with tempfile.TemporaryDirectory(prefix="orc-scale-") as directory:
+        served = make_served(Path(directory, "state"), requests_per_minute=1_000_000, max_streams_per_token=1000)
+        with served.open_client() as client:
+            backend = FakeBackend(served.state_dir / "fake")
+            with client.workspace.ledger.transaction() as tx:
+                for number in range(jobs):
+                    job = f"many-{number:06d}"
+                    new = NewJob(job, "many", "local", "fake", "", SPEC, {}, {}, owner="grace")
+                    made = create_prepared(tx, new, f"orc-{job}-a1", "p", "nobody", 0.0)
+                    backend._start(f"orc-{job}-a1", {})
+                    handle = backend._handle(f"orc-{job}-a1").to_dict()
+                    tx.record(made, Event(Kind.SUBMITTING, 1), Event(Kind.ACCEPTED, 1), attempt_set={"handle": handle})
+        log = served.state_dir / "fake" / "orc-many-000000-a1.rank-0.log"
+        with log.open("wb") as file:
+            file.truncate(LOG_BYTES)
+        served.start()
+        try:
+            yield from asyncio.run(_followed(served, log, count, jobs, idle_s))
+        finally:
+            served.kill()
+
+
+async def _followed(served: Served, log: Path, count: int, jobs: int, idle_s: float) -> list[Row]:
+    process = psutil.Process(served.process.pid)  # type: ignore[union-attr]
+    headers = {"Authorization": f"Bearer {served.tokens['grace']}"}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    follow, wanted = "/api/v1/jobs/many-000000/log/stream", LOG_BYTES + WRITTEN
+    listening, began_at, got = asyncio.Semaphore(0), LOG_BYTES - (1 << 20), [0] * count
+
+    async def listen(http: httpx.AsyncClient, number: int) -> None:
+        async with http.stream("GET", follow, params={"offset": began_at}) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if line.startswith("id: "):
+                    got[number] = int(line[4:])
+                    if got[number] == LOG_BYTES:
+                        listening.release()
+                    if got[number] == wanted:
+                        return
+
+    async def used(work: Any) -> float:
+        before = process.cpu_times()
+        await work
+        after = process.cpu_times()
+        return after.user + after.system - before.user - before.system
+
+    async with httpx.AsyncClient(base_url=served.url, headers=headers, timeout=600, limits=limits) as http:
+        await http.get("/api/v1/jobs", params={"limit": 50})
+        start = served.memory()
+        tasks = [asyncio.create_task(listen(http, number)) for number in range(count)]
+        for _ in range(count):
+            await asyncio.wait_for(listening.acquire(), 300)
+        there = served.memory()
+        idle = await used(asyncio.sleep(idle_s)) / idle_s
+        with log.open("ab", buffering=0) as file:
+            for _ in range(WRITTEN >> 16):
+                file.write(b"x" * 65535 + b"\n")
+        busy = await used(asyncio.wait_for(asyncio.gather(*tasks), 600))
+        assert got == [wanted] * count
+        after = served.memory()
+        pages = []
+        for offset in (0, LOG_BYTES // 2, LOG_BYTES):
+            began = time.perf_counter()
+            said = await http.get("/api/v1/jobs/many-000000/log", params={"offset": offset, "limit": 1 << 16})
+            assert len(said.content) == 1 << 16
+            pages.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        rows, cursor = 0, None
+        while True:
+            query = {"limit": 500} if cursor is None else {"limit": 500, "cursor": cursor}
+            said = (await http.get("/api/v1/jobs", params=query)).json()
+            rows, cursor = rows + len(said["jobs"]), said["next"]
+            if cursor is None:
+                break
+        assert rows == jobs
+        listed = time.perf_counter() - began
+    print(
+        f"{count} followers: {idle:.1%} of a processor while nothing comes, {busy:.2f} s of it for "
+        f"{WRITTEN >> 20} MiB to each; memory {start / 1e6:.0f} MB before, {there / 1e6:.0f} MB with them, "
+        f"{after / 1e6:.0f} MB after; a piece of a log of 10 GB {max(pages) * 1e3:.0f} ms; {jobs:,} jobs page by page "
+        f"{listed:.2f} s",
+        flush=True,
+    )
+    return [
+        Row(f"{count} followers of a silent log, share of a processor", "none", idle, None, "", None, 0.05, "ours"),
+        Row(f"{count} followers of a log of 10 GB, memory more", "none", (after - start) / 1e6, None, "MB", None, None),
+        Row("a piece of a log of 10 GB", "none", max(pages), None, "s", None, 0.5, "ours"),
+    ]
+
+
 PARTS: dict[str, Callable[[bool], Iterable[Row]]] = {
     "live": live,
     "array": array,
     "submit": submit,
     "history": history,
+    "followers": followers,
     "histories": histories,
 }

@@ -24,14 +24,14 @@ FAKES = Path(__file__).parents[1]
 SERVE = """
 import json, sys
 from pathlib import Path
-from fake_backend import FakeBackend
+from running_service import LoggingBackend
 from orc.orchestrator.client import Client
 from orc.orchestrator.service.server import serve
 from orc.orchestrator.service.settings import Settings
 from orc.orchestrator.service import sse
 sse.PING_S = 1.0
 state = Path(sys.argv[1])
-backend = FakeBackend(state / "fake", hosts=json.loads(sys.argv[3]))
+backend = LoggingBackend(state / "fake", hosts=json.loads(sys.argv[3]))
 backend.cluster = backend.cluster.model_copy(update=json.loads(sys.argv[4]))
 def open_client():
     return Client(state, backend_of=lambda _: backend, reconciler=False)
@@ -57,7 +57,7 @@ class Served:
 
     def start(self) -> Served:
         told = (self.settings, self.hosts, self.described)
-        path = os.pathsep.join([str(FAKES), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(FAKES), str(FAKES / "service"), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVE, str(self.state_dir), *map(json.dumps, told)],
             stdout=subprocess.PIPE,
