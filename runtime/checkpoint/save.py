@@ -142,7 +142,8 @@ def shard_plans(meeting: Meeting, prepared: Prepared, request: SaveRequest) -> S
         return None
     from orc.runtime.checkpoint.state.planning import ShardPlans
 
-    return ShardPlans(meeting)
+    meeting.plans = meeting.plans or ShardPlans(meeting)
+    return meeting.plans
 
 
 def write(
