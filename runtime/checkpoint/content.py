@@ -127,6 +127,7 @@ def _tasks(
 
         for folder, values in mine.items():
             tasks[layout.shard_file(folder, context.rank)] = partial(write_shards, values, shards.lengths[folder])
+        shards.values = {}
     for name, state, check in states:
         if check:
             _check_loadable(name, state)

@@ -75,6 +75,7 @@ def load(
                     name = layout.numbered(layout.SAMPLER_NAME, index, "bin")
                     states[name] = next_epoch(states[name])
             _check_positions(context, directory, prepared, states)
+            checked.bring({layout.random_states_file(context.topology.rng_source_rank)} & manifest.files.keys())
             random_states = _random_states(context, directory, manifest)
         except CheckpointError as failure:
             error = str(failure)
@@ -87,6 +88,8 @@ def load(
             hook(modules, str(directory))
         models = [one for one in records_of(prepared, modules) if one.layout is not Layout.OF_ENGINE]
         error = _error_of(lambda: _check_models(directory, manifest, models, options))
+        if error is None and checked.source is not None:
+            error = _error_of(lambda: checked.bring(_shards_read(directory, manifest, prepared, models), shared=True))
     tried = {
         index
         for index, model in enumerate(models)
@@ -294,6 +297,19 @@ def _check_shards(directory: Path, manifest: Manifest, prepared: Prepared) -> No
         wrong = strategy_named(SHARDED).optimizer_problem(folder, optimizer, records_of(prepared))
         if wrong is not None:
             raise CheckpointError(f"{folder} does not fit what is prepared: {wrong}. Nothing was loaded")
+
+
+def _shards_read(directory: Path, manifest: Manifest, prepared: Prepared, models: Sequence[PreparedModel]) -> set[str]:
+    """Return the names of the shards that this rank reads."""
+    from orc.runtime.checkpoint.state.dcp import model_files, optimizer_files
+
+    read: set[str] = set()
+    for index in _sharded_models(manifest, models):
+        folder = layout.model_shards(index)
+        read |= {f"{folder}/{name}" for name in model_files(directory / folder, models[index])}
+    for path, optimizer in _shards_of_optimizers(directory, manifest, prepared):
+        read |= {f"{path.name}/{name}" for name in optimizer_files(path, optimizer, records_of(prepared))}
+    return read
 
 
 def _load_shards(directory: Path, manifest: Manifest, prepared: Prepared) -> None:

@@ -292,7 +292,7 @@ class RunCheckpoints:
             directory = root.numbered(number)
         elif not isinstance(directory, Remote):
             directory = directory.absolute()
-        with self._verified(directory, identity, "load_state") as checked:
+        with self._verified(directory, identity, "load_state", hooks) as checked:
             return self._load(directory, checked, hooks, map_location, model_options, roll_over=True)
 
     def resume(self, *, hooks: Sequence[LoadHook] = ()) -> Resumed | None:
@@ -315,7 +315,7 @@ class RunCheckpoints:
             candidate = root.numbered(number)
             with ExitStack() as stack:
                 try:
-                    checked = stack.enter_context(self._verified(candidate, identity, "resume"))
+                    checked = stack.enter_context(self._verified(candidate, identity, "resume", hooks))
                 except CheckpointError as error:
                     failures.append(str(error))
                     if self.context.is_main:
@@ -326,11 +326,14 @@ class RunCheckpoints:
             raise CheckpointError("no checkpoint can be resumed from:\n" + "\n".join(failures))
         return None
 
-    def _verified(self, directory: Location, identity: str | None, what: str) -> AbstractContextManager[Verified]:
+    def _verified(
+        self, directory: Location, identity: str | None, what: str, hooks: Sequence[LoadHook]
+    ) -> AbstractContextManager[Verified]:
         sites = None
         if isinstance(directory, Path) and identity is not None:  # for what nobody has no directory is made
             sites = self._survey.at(directory.parent, what)
-        return verified(self.context, self.barrier, directory, sites=sites, identity=identity)
+        # Hooks are given the directory, and may read whatever is in it.
+        return verified(self.context, self.barrier, directory, sites=sites, identity=identity, whole=bool(hooks))
 
     def _offers(self, root: CheckpointRoot | RemoteRoot | None) -> list[Any]:
         """Return this machine's checkpoints below *root*, listed by one of its ranks, and the error of the listing."""

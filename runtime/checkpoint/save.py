@@ -142,7 +142,8 @@ def shard_plans(barrier: Barrier, prepared: Prepared, request: SaveRequest) -> S
         return None
     from orc.runtime.checkpoint.state.planning import ShardPlans
 
-    return ShardPlans(barrier)
+    barrier.plans = barrier.plans or ShardPlans(barrier)
+    return barrier.plans
 
 
 def write(

@@ -10,8 +10,11 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, MutableSet, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -90,18 +93,26 @@ class Store(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Wait:
+    """A thread that waits for keys: those that are still missing, and its end."""
+
+    missing: MutableSet[str]
+    over: threading.Event
+
+
 class LocalStore:
     """The dictionary itself, for the threads of one process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiting: dict[str, list[_Wait]] = {}  # by each key that is missing: nobody is woken for another one
 
     def set(self, key: str, value: str | bytes) -> None:
         """See `Store`."""
-        with self._changed:
-            self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
-            self._changed.notify_all()
+        with self._lock:
+            self._put(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         """See `Store`."""
@@ -109,41 +120,68 @@ class LocalStore:
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """See `Store`."""
-        with self._changed:
-            self._await(keys, ANSWER_S)
+        with self._all(keys, ANSWER_S):
             return [self._values[key] for key in keys]
 
     def add(self, key: str, amount: int) -> int:
         """See `Store`."""
-        with self._changed:
+        with self._lock:
             total = int(self._values.get(key, b"0")) + amount
-            self._values[key] = str(total).encode()
-            self._changed.notify_all()
+            self._put(key, str(total).encode())
             return total
 
     def check(self, keys: Sequence[str]) -> bool:
         """See `Store`."""
-        with self._changed:
+        with self._lock:
             return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         """See `Store`."""
-        with self._changed:
-            self._await(keys, timeout.total_seconds())
+        with self._all(keys, timeout.total_seconds()):
+            pass
 
-    def _await(self, keys: Sequence[str], seconds: float) -> None:
-        if not self._changed.wait_for(lambda: all(key in self._values for key in keys), seconds):
-            missing = [key for key in keys if key not in self._values]
-            raise StoreTimeout(f"nobody has written {', '.join(missing[:3])} within {seconds:g} s")
+    def _put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for waiting in self._waiting.pop(key, ()):
+            waiting.missing.discard(key)
+            if not waiting.missing:
+                waiting.over.set()
+
+    @contextmanager
+    def _all(self, keys: Sequence[str], seconds: float) -> Iterator[None]:
+        """Hold the lock, when all *keys* are there."""
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            while missing := {key for key in keys if key not in self._values}:
+                if (left := deadline - time.monotonic()) <= 0:
+                    named = ", ".join(sorted(missing)[:3])
+                    raise StoreTimeout(f"nobody has written {named} within {seconds:g} s")
+                self._wait(missing, left)
+            yield
+
+    def _wait(self, missing: MutableSet[str], seconds: float) -> None:
+        """Release the lock until *missing* were written, or for so many *seconds*."""
+        mine = _Wait(missing, threading.Event())
+        for key in missing:
+            self._waiting.setdefault(key, []).append(mine)
+        self._lock.release()
+        try:
+            mine.over.wait(seconds)
+        finally:
+            self._lock.acquire()
+            for key in mine.missing:
+                others = [one for one in self._waiting.pop(key, ()) if one is not mine]
+                if others:
+                    self._waiting[key] = others
 
     def delete_key(self, key: str) -> bool:
         """See `Store`."""
-        with self._changed:
+        with self._lock:
             return self._values.pop(key, None) is not None
 
     def list_keys(self) -> list[str]:
         """The keys that are there."""
-        with self._changed:
+        with self._lock:
             return sorted(self._values)
 
     def clone(self, answer_s: float = ANSWER_S) -> LocalStore:

@@ -14,6 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -220,21 +222,27 @@ class Watch:
         self._incident += 1
         store.set(f"{incident}/where/{beat.rank}", self._answer(beat).to_json())
         keys = [f"{incident}/where/{rank}" for rank in ranks]
-        self._await(store, keys)
-        answers = {
-            rank: Beat.from_json(store.get(key)) if store.check([key]) else None
-            for rank, key in zip(ranks, keys, strict=True)
-        }
+        if self._await(store, keys):  # all in one answer: every rank asks
+            answers: dict[int, Beat | None] = dict(zip(ranks, map(Beat.from_json, store.multi_get(keys)), strict=True))
+        else:
+            answers = {
+                rank: Beat.from_json(store.get(key)) if store.check([key]) else None
+                for rank, key in zip(ranks, keys, strict=True)
+            }
         self._report(kind, answers, beat, store, f"{incident}/done")
 
     def _answer(self, beat: Beat) -> Beat:
         issued = last_collectives(flight_record())
         return Beat(beat.rank, beat.step, beat.position, beat.idle_s, beat.step_s, main_call_site(), issued)
 
-    def _await(self, store: Store, keys: list[str]) -> None:
+    def _await(self, store: Store, keys: list[str]) -> bool:
+        """Wait for *keys*; return whether all are there."""
         deadline = time.monotonic() + ANSWER_S
-        while not store.check(keys) and time.monotonic() < deadline and not self._closing.wait(0.05):
-            pass
+        while (left := deadline - time.monotonic()) > 0 and not self._closing.is_set():
+            with suppress(StoreTimeout):
+                store.wait(keys, timedelta(seconds=min(left, 1.0)))
+                return True
+        return False
 
     def _report(
         self, kind: str, answers: dict[int, Beat | None], beat: Beat, store: Store | None, done: str = ""

@@ -8,19 +8,26 @@ stand beside wall time, which other programs of the machine disturb.
 
 from __future__ import annotations
 
+import json
 import logging
+import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from harness import Row, report
 
 ROUND_TRIP_S = float(os.environ.get("ROUND_TRIP_S", "0.02"))
+
+
+KEY = b"k" * 32  # of the board
 
 
 class CountingStore:
@@ -101,7 +108,120 @@ def object_store(sizes: tuple[int, ...] = (150, 500, 1500), checkpoints: int = 5
     return rows
 
 
-ROWS = (object_store,)
+class Rank:
+    """What a meeting wants to know of its rank."""
+
+    def __init__(self, rank: int, ranks: int, board: Any) -> None:
+        self.rank, self.world_size, self.store, self.key = rank, ranks, board, KEY
+        self.config = SimpleNamespace(timeout_s=300.0)
+
+
+def _meet_as_others(ranks: int, port: int, times: int) -> None:
+    """Hold *times* meetings as all ranks but rank 0, each in a thread with a connection of its own."""
+    from orc.runtime.checkpoint.replication.barrier import Barrier
+    from orc.runtime.collectives.store_server import RemoteStore
+
+    def meet(rank: int) -> None:
+        barrier = Barrier(Rank(rank, ranks, RemoteStore("127.0.0.1", port, KEY)))
+        for _ in range(times):
+            barrier.hold("agree", [None, rank], len)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(1, ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def agreement(sizes: tuple[int, ...] = (32, 128, 512), times: int = 5) -> list[Row]:
+    """A meeting of all ranks over the board: operations, and processor time on rank 0. The others are one process."""
+    from orc.runtime.checkpoint.replication.barrier import Barrier
+    from orc.runtime.collectives.store import LocalStore
+    from orc.runtime.collectives.store_server import StoreServer
+
+    rows = []
+    for ranks in sizes:
+        board = LocalStore()
+        server = StoreServer(board, KEY, "127.0.0.1")
+        asked: Counter[str] = Counter()
+        answer = server._answer
+
+        def counted(name: str, *rest: Any, answer: Any = answer, asked: Counter[str] = asked) -> Any:
+            asked[name] += 1
+            return answer(name, *rest)
+
+        server._answer = counted  # type: ignore[method-assign]
+        others = multiprocessing.get_context("fork").Process(
+            target=_meet_as_others, args=(ranks, server.port, times + 1)
+        )
+        others.start()
+        barrier = Barrier(Rank(0, ranks, board))
+        barrier.hold("agree", [None, 0], len)  # connects
+        asked.clear()
+        began, spent = time.perf_counter(), time.process_time()
+        for _ in range(times):
+            barrier.hold("agree", [None, 0], len)
+        wall, spent = time.perf_counter() - began, time.process_time() - spent
+        others.join()
+        server.close()
+        name = f"agreement of {ranks} ranks"
+        operations = sum(asked.values()) / times / (ranks - 1)
+        each = spent / times / ranks * 1e6
+        rows.append(Row(f"{name}: operations per rank", "", operations, None, "", None, 5, "ours"))
+        rows.append(Row(f"{name}: processor time on rank 0, per rank", "", each, None, "µs", None, None))
+        rows.append(Row(f"{name}: wall time", "", wall / times, None, "s", None, None))
+    return rows
+
+
+def _bid(rank: int, ranks: int, tensors: int) -> str:
+    """What *rank* brings to the planning of a model whose tensors are all cut into as many parts as there are ranks."""
+    from torch import Size, float32
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+    from orc.runtime.checkpoint.state.planning import _encoded
+
+    offset, whole, kind = Size([4 * rank, 0]), Size([4 * ranks, 64]), TensorProperties(dtype=float32)
+    part = TensorWriteData(ChunkStorageMetadata(offset, Size([4, 64])), kind, whole)
+    names = [f"layers.{number}.weight" for number in range(tensors)]
+    items = [WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=part) for name in names]
+    return json.dumps({"f": _encoded(SavePlan(items, planner_data={name: ("model", name) for name in names}))})
+
+
+def sharded_plans(sizes: tuple[int, ...] = (32, 64, 128), tensors: int = 2000) -> list[Row]:
+    """What rank 0 does for the plans of a sharded save and its metadata: at the first save, and at later ones.
+
+    1,024 ranks take some gigabytes: ``sharded_plans((1024,))``.
+    """
+    from orc.runtime.checkpoint.state.planning import ShardPlans, _uncollected
+
+    rows = []
+    for ranks in sizes:
+        plans = ShardPlans(cast(Any, None))
+        brought = [_bid(rank, ranks, tensors) for rank in range(ranks)]
+        written = [json.dumps({"f": [1100] * tensors})] * ranks
+        began = time.process_time()
+        with _uncollected():
+            decided = plans._decide([json.loads(bid) for bid in brought])
+            told = [json.dumps(choice) for choice in decided]
+        plans._token = decided[0][0]
+        plans._digests = ["0" * 64] * ranks
+        plans.metadata([json.loads(lengths) for lengths in written])
+        first = time.process_time() - began
+        short = json.dumps([None, "0" * 64, plans._token])
+        began = time.process_time()
+        assert plans._as_before([json.loads(short) for _ in range(ranks)])
+        plans.metadata([json.loads(lengths) for lengths in written])
+        later = time.process_time() - began
+        name = f"plans of {ranks} ranks × {tensors} tensors"
+        rows.append(Row(f"{name}: first save, processor time on rank 0", "", first, None, "s", None, None))
+        rows.append(Row(f"{name}: later saves, processor time on rank 0", "", later, None, "s", None, 2, "ours"))
+        rows.append(Row(f"{name}: largest answer to a rank", "", max(map(len, told)), None, "bytes", None, None))
+        rows.append(Row(f"{name}: what a rank brings again", "", len(short), None, "bytes", None, 200, "ours"))
+    return rows
+
+
+ROWS = (object_store, sharded_plans, agreement)
 
 
 def main(names: list[str]) -> None:

@@ -18,6 +18,8 @@ MARK_PREFIX = ".orc-shared-"  # of files by which machines find out that they sh
 MARK = re.compile(re.escape(MARK_PREFIX) + r"[0-9a-f]{16}-\d+")  # what a process that died while looking may leave
 # Folders of shards: of a model, of an optimizer; without a number DeepSpeed's, of both.
 SHARDS = re.compile(r"(?:pytorch_model|pytorch_model_fsdp|optimizer)_\d+|pytorch_model")
+SHARD = re.compile(r"((?:pytorch_model|optimizer)_\d+)/__\d+_\d+\.distcp")
+RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
 WEIGHTS_NAME = "pytorch_model.bin"
 SAFE_WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"

@@ -21,6 +21,7 @@ from orc.runtime.collectives.store import ANSWER_S, StoreError, StoreTimeout, ne
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.replication.absence import Absence
     from orc.runtime.checkpoint.replication.relay import Relay
+    from orc.runtime.checkpoint.state.planning import ShardPlans
     from orc.runtime.collectives.store import Store
     from orc.runtime.core.context import RunContext
 
@@ -52,14 +53,22 @@ class Barrier:
         self._count = 0
         self._relays = 0
         self._runs_apart = bool(context.key)  # each rank in a process of its own
+        self.plans: ShardPlans | None = None  # agreed here
 
     def hold(
-        self, what: str, value: Any, verdict: Verdict, *, timeout_s: float | None = None, absence: Absence | None = None
+        self,
+        what: str,
+        value: Any,
+        verdict: Verdict,
+        *,
+        timeout_s: float | None = None,
+        absence: Absence | None = None,
+        each: bool = False,
     ) -> Any:
         """Every rank brings *value* (JSON-able); rank 0 applies *verdict* to all values; every rank gets its result.
 
         *verdict* raises `CheckpointError` to make every rank raise it. With *absence* ranks that cannot come are not
-        waited for.
+        waited for. With *each* the verdict is a list, of which every rank gets the element that is its own.
 
         Raises:
             RanksElsewhere: with *absence*, on rank 0; no other rank will come. Barriers go on as if this one had not
@@ -68,7 +77,7 @@ class Barrier:
                 *absence* will not.
         """
         if self.world_size == 1:
-            return verdict([value])
+            return verdict([value])[0] if each else verdict([value])
         store = self._connect()
         self._count += 1
         prefix = f"orc/{self._name}/{self._count}/"
@@ -82,6 +91,8 @@ class Barrier:
                 else:
                     absence.wait_for_verdict(store, f"{prefix}verdict", self._note, patience)
                 failed, result, absent = json.loads(store.get(f"{prefix}verdict"))
+                if each and failed is None:
+                    result = json.loads(store.get(f"{prefix}for/{self.rank}"))
             except RanksElsewhere as error:
                 store.delete_key(f"{prefix}{self.rank}")
                 self._count -= 1
@@ -106,6 +117,9 @@ class Barrier:
         store.set(f"{prefix}{self.rank}", json.dumps([what, value]))
         try:
             result = verdict(self._collect(store, prefix, what, deadline, timeout_s or self.timeout_s, absence))
+            if each:
+                for rank, own in enumerate(result[1:], 1):
+                    store.set(f"{prefix}for/{rank}", json.dumps(own))
         except RanksElsewhere:
             alone = True
             raise
@@ -120,8 +134,8 @@ class Barrier:
                 store.delete_key(f"{prefix}0")
                 self._count -= 1
             else:
-                self._tell(store, prefix, [failed, result, absent])
-        return result
+                self._tell(store, prefix, [failed, None if each else result, absent])
+        return result[0] if each else result
 
     def _tell(self, store: Store, prefix: str, verdict: list[Any]) -> None:
         store.set(f"{prefix}verdict", json.dumps(verdict))
@@ -174,7 +188,7 @@ class Barrier:
         # Everybody who is at barrier n has left barrier n - 1 with its verdict, so n - 2 is read by nobody.
         if number > 0:
             ranks = range(self.world_size)
-            for name in (*map(str, ranks), *(f"left/{rank}" for rank in ranks[1:]), "verdict"):
+            for name in ("verdict", *(f"{kind}{rank}" for kind in ("", "left/", "for/") for rank in ranks)):
                 store.delete_key(f"orc/{self._name}/{number}/{name}")
 
     def withdraw(self) -> None:

@@ -19,7 +19,7 @@ from orc.runtime.checkpoint.format.manifest import plain
 from orc.runtime.checkpoint.state import fit, fsdp1
 from orc.runtime.checkpoint.state.base import SHARDED
 from orc.runtime.checkpoint.state.fit import LIKE_PARAMETER
-from orc.runtime.checkpoint.state.shard_files import paths, plan_of, read_metadata, read_shards
+from orc.runtime.checkpoint.state.shard_files import files_of, paths, plan_of, read_metadata, read_shards
 from orc.runtime.checkpoint.state.sharding import (
     bare_optimizer,
     flattened,
@@ -93,6 +93,14 @@ def load_model(folder: Path, model: PreparedModel, *, strict: bool = True) -> No
         set_model_state_dict(model.model, state, options=StateDictOptions(strict=strict))
 
 
+def model_files(folder: Path, model: PreparedModel) -> set[str]:
+    """Return the names of the files in *folder* from which this rank would read *model*."""
+    metadata = read_metadata(folder)
+    if model.layout is Layout.FLATTENED:  # its state costs a collective
+        return _all_files(metadata)
+    return files_of(metadata, plan_of({_MODEL: get_model_state_dict(model.model)}, metadata, partial=True)[1])
+
+
 def load_part(folder: Path, model: PreparedModel, state: Mapping[str, Any], only: Mapping[str, str]) -> None:
     """Read the shards in *folder* into some weights of *model*.
 
@@ -153,6 +161,31 @@ def load_optimizer(folder: Path, optimizer: Any, models: Sequence[PreparedModel]
     if flattened(stepped):
         fsdp1.load_optimizer(folder, metadata, bare, stepped)
         return
+    targets = _targets(metadata, bare, stepped)
+    try:
+        state = positioned_state(bare, stepped, _read(folder, metadata, targets))
+    except (CheckpointError, KeyError) as error:
+        raise CheckpointError(f"{folder} does not fit the prepared optimizer: {error}") from error
+    bare.load_state_dict(state)
+
+
+def optimizer_files(folder: Path, optimizer: Any, models: Sequence[PreparedModel]) -> set[str]:
+    """Return the names of the files in *folder* from which this rank would read *optimizer*."""
+    metadata, stepped = read_metadata(folder), models_of(optimizer, models)
+    if flattened(stepped):
+        return _all_files(metadata)
+    targets = _targets(metadata, bare_optimizer(optimizer), stepped)
+    return files_of(metadata, plan_of(_unread(metadata, targets), metadata, partial=True)[1])
+
+
+def _all_files(metadata: Metadata) -> set[str]:
+    return {place.relative_path for place in metadata.storage_data.values()}
+
+
+def _targets(
+    metadata: Metadata, bare: torch.optim.Optimizer, stepped: Sequence[PreparedModel]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors to read the entries of *metadata* into, by entry."""
     names = names_by_position(bare, stepped)
     parameters = _parameters(bare, names)
     current = {name: bare.state.get(parameter, {}) for name, parameter in parameters.items()}
@@ -163,15 +196,20 @@ def load_optimizer(folder: Path, optimizer: Any, models: Sequence[PreparedModel]
             known = path[1] == "state" and len(path) == 4
             there = current.get(str(path[2]), {}).get(path[3]) if known else None
             targets[entry] = _target(saved, there, parameters.get(str(path[2])) if known else None)
-    try:
-        state = positioned_state(bare, stepped, _read(folder, metadata, targets))
-    except (CheckpointError, KeyError) as error:
-        raise CheckpointError(f"{folder} does not fit the prepared optimizer: {error}") from error
-    bare.load_state_dict(state)
+    return targets
 
 
 def _read(folder: Path, metadata: Metadata, targets: Mapping[str, Any], *, tensors: bool = True) -> dict[str, Any]:
     """Return an optimizer's state by names, with tensors in *targets* (by entry); without *tensors* the rest of it."""
+    state = _unread(metadata, targets, tensors=tensors)
+    planner, plan = plan_of(state, metadata, partial=True)
+    read_shards(folder, metadata, planner, plan)
+    read: dict[str, Any] = state[_OPTIMIZER]
+    return read
+
+
+def _unread(metadata: Metadata, targets: Mapping[str, Any], *, tensors: bool = True) -> dict[str, Any]:
+    """Return what `_read` fills."""
     state: dict[str, Any] = {_OPTIMIZER: {"state": {}, "param_groups": []}}
     for entry, path in paths(metadata).items():
         is_tensor = isinstance(metadata.state_dict_metadata[entry], TensorStorageMetadata)
@@ -181,10 +219,7 @@ def _read(folder: Path, metadata: Metadata, targets: Mapping[str, Any], *, tenso
             _put(state, path, targets.get(entry))
         elif path[1] == "state":
             state[_OPTIMIZER]["state"].setdefault(path[2], {})
-    planner, plan = plan_of(state, metadata, partial=True)
-    read_shards(folder, metadata, planner, plan)
-    read: dict[str, Any] = state[_OPTIMIZER]
-    return read
+    return state
 
 
 def _put(state: Any, path: Sequence[str | int], value: Any) -> None:

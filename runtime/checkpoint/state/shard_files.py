@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -17,7 +17,7 @@ import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem, WriteItemType
 
 from orc.runtime.checkpoint.errors import CheckpointError
@@ -71,18 +71,41 @@ def metadata_bytes(
     folder: str, metadata: Metadata, items: Sequence[Sequence[WriteItem]], lengths: Sequence[Sequence[int]]
 ) -> bytes:
     """Return the content of ``.metadata``: *items* and their *lengths* in bytes as each rank has written them."""
-    storage: dict[Any, _StorageInfo] = {}
-    for rank, (written, sizes) in enumerate(zip(items, lengths, strict=True)):
-        name, at = layout.shard_file(folder, rank).rpartition("/")[2], 0
-        for item, size in zip(written, sizes, strict=True):
-            if item.type != WriteItemType.BYTE_IO:
-                at += -at % _ALIGNMENT
-            storage[item.index] = _StorageInfo(name, at, size)
-            at += size
-    metadata.storage_data = storage
+    metadata.storage_data = {
+        item.index: place
+        for rank, (written, sizes) in enumerate(zip(items, lengths, strict=True))
+        for item, place in zip(
+            written,
+            _places(folder, rank, [one.type != WriteItemType.BYTE_IO for one in written], sizes),
+            strict=True,
+        )
+    }
     metadata.storage_meta = StorageMeta(modules=[_PLAIN])
     metadata.version = _VERSION
     return pickle.dumps(metadata)
+
+
+def with_lengths(content: bytes, folder: str, lengths: Sequence[Sequence[int]]) -> bytes:
+    """Return the *content* of `metadata_bytes` for other *lengths*."""
+    metadata = _Unpickler(io.BytesIO(content)).load()
+    indices: list[list[MetadataIndex]] = [[] for _ in lengths]
+    ranks = {layout.shard_file(folder, rank).rpartition("/")[2]: rank for rank in range(len(lengths))}
+    for index, place in metadata.storage_data.items():
+        indices[ranks[place.relative_path]].append(index)
+    known = metadata.state_dict_metadata
+    for rank, (written, sizes) in enumerate(zip(indices, lengths, strict=True)):
+        tensors = [isinstance(known[index.fqn], TensorStorageMetadata) for index in written]
+        metadata.storage_data |= dict(zip(written, _places(folder, rank, tensors, sizes), strict=True))
+    return pickle.dumps(metadata)
+
+
+def _places(folder: str, rank: int, tensors: Sequence[bool], sizes: Sequence[int]) -> Iterator[_StorageInfo]:
+    """Return where the values lie that *rank* has written, as `write_shards` does."""
+    name, at = layout.shard_file(folder, rank).rpartition("/")[2], 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        at += -at % _ALIGNMENT if tensor else 0
+        yield _StorageInfo(name, at, size)
+        at += size
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -123,6 +146,20 @@ def plan_of(state: dict[str, Any], metadata: Metadata, *, partial: bool = False)
     planner = _Planner(allow_partial_load=partial)
     planner.set_up_planner(state, metadata, False)
     return planner, planner.finish_plan(planner.create_local_plan())
+
+
+def files_of(metadata: Metadata, plan: LoadPlan) -> set[str]:
+    """Return the names of the files that *plan* reads."""
+    return {metadata.storage_data[item.storage_index].relative_path for item in plan.items}
+
+
+def files_of_values(metadata: Metadata) -> set[str]:
+    """Return the names of the files that hold values which are no tensors."""
+    return {
+        place.relative_path
+        for index, place in metadata.storage_data.items()
+        if not isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata)
+    }
 
 
 def read_shards(folder: Path, metadata: Metadata, planner: DefaultLoadPlanner, plan: LoadPlan) -> None:

@@ -7,6 +7,7 @@ prefix; the new manifest takes the place of the old one, and only then do the ol
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -206,15 +207,21 @@ def problems(directory: Remote, manifest: Manifest) -> list[str]:
 
 
 def fetch(directory: Remote, manifest: Manifest, names: Iterable[str], target: Path) -> list[str]:
-    """Copy the files *names* into the local directory *target*; which of them do not hold what was saved."""
+    """Copy the files *names* into the local directory *target*; which of them do not hold what was saved.
+
+    A file is there once it is whole, so that several ranks may copy the same one.
+    """
 
     def copy(name: str) -> str | None:
+        if name not in manifest.files:
+            return f"{name} is missing"
         found, size = [], 0
         algorithm = ALGORITHMS[manifest.checksum]
         total, left = algorithm(), BLOCK
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        incomplete = target / f"{name}.{secrets.token_hex(8)}"
+        incomplete.parent.mkdir(parents=True, exist_ok=True)
         system, path = directory.system
-        with system.open(f"{path}/{manifest.prefix}{name}", "rb") as source, (target / name).open("wb") as sink:
+        with system.open(f"{path}/{manifest.prefix}{name}", "rb") as source, incomplete.open("wb") as sink:
             while data := source.read(min(_READ, left)):
                 sink.write(data)
                 total.update(memoryview(data))
@@ -226,6 +233,7 @@ def fetch(directory: Remote, manifest: Manifest, names: Iterable[str], target: P
             found.append(total.value())
         if FileRecord(size, tuple(found)) != manifest.files[name]:
             return f"{name} does not hold what was saved (checksum differs)"
+        incomplete.replace(target / name)
         return None
 
     return [line for line in in_parallel(copy, names) if line is not None]

@@ -14,6 +14,7 @@ from orc.runtime.checkpoint.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
 GLOBAL_BATCH = 8
+FOLDERS = ("optimizer_0", "optimizer_1", "pytorch_model_0", "pytorch_model_1")
 
 
 class Run:
@@ -93,10 +94,9 @@ def shards(folder, world):
 def test_shards_resume_exactly_at_their_world_size_and_closely_at_others(tmp_path, run_ranks, saved, loaded, block):
     directory = str(tmp_path / "ckpt")
     expected, files = run_ranks(saved, save, directory, None, block)[0]
-    folders = ("optimizer_0", "optimizer_1", "pytorch_model_0", "pytorch_model_1")
     randoms = [f"random_states_{rank}.pkl" for rank in range(saved)]
     assert files == sorted(
-        [*(name for one in folders for name in shards(one, saved)), *randoms, "manifest.json", "scheduler.bin"]
+        [*(name for one in FOLDERS for name in shards(one, saved)), *randoms, "manifest.json", "scheduler.bin"]
     )
     for world, shard in loaded:
         results = run_ranks(world, load, directory, shard)
@@ -104,6 +104,42 @@ def test_shards_resume_exactly_at_their_world_size_and_closely_at_others(tmp_pat
         if world == saved and shard:
             assert results[0] == expected
         assert results[0] == pytest.approx(expected, abs=1e-9)
+
+
+def from_a_store(url):
+    """Save to a store and load again; how training goes on each time, and what this rank has copied to load."""
+    from orc.runtime.checkpoint.storage import remote
+
+    run, copied, fetch = Run(), [], remote.fetch
+    run.train(0, 3)
+    run.accelerator.save_state(url)
+    expected = run.train(3, 3)
+
+    def noted(directory, manifest, names, target):
+        names = list(names)
+        copied.extend(names)
+        return fetch(directory, manifest, names, target)
+
+    remote.fetch = noted
+    run.accelerator.load_state(url)
+    return run.train(3, 3) == expected, sorted(copied)
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_each_shard_comes_from_a_store_once_to_the_machines_whose_ranks_read_it(s3_store, run_ranks, nodes):
+    aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    results = run_ranks(4, from_a_store, "s3://bucket/s", env=aws, nodes=nodes)
+    assert [same for same, _ in results] == [True] * 4
+    copied = [set(names) for _, names in results]
+    if nodes == 1:
+        assert sorted(name for _, names in results for name in names) == sorted(set.union(*copied))
+    for rank, names in enumerate(copied):
+        others = {0, 1, 2, 3} - {0, rank}  # rank 0 has written what all have alike
+        if nodes == 4:
+            assert shards("optimizer_1", rank + 1)[-1] in names
+            assert names >= {"scheduler.bin", "optimizer_0/.metadata", "pytorch_model_0/.metadata"}
+            assert not names & {shards(folder, other + 1)[-1] for folder in FOLDERS for other in others}
+        assert {name for name in names if name.startswith("random")} == {f"random_states_{rank}.pkl"}
 
 
 def test_full_state_of_sharded_models_is_the_file_of_a_model_that_is_not(tmp_path, run_ranks):
