@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from orc.launchers.accelerate.option import Option, choice, mapping, text, whole
-from orc.runtime.core import deepspeed_keys, fp8_settings, fsdp_settings, megatron_keys
-from orc.runtime.core.parsing import truth
+from orc.launchers.accelerate.option import Option, mapping, text
+from orc.runtime.core import deepspeed_keys, fp8_settings, fsdp_settings, megatron_keys, parallelism_settings
+from orc.runtime.core.parsing import choice, truth
 
 
 def _option(section: str, prefix: str, name: str, doc: str, parse: Callable[[Any], Any], **more: Any) -> Option:
@@ -71,21 +71,20 @@ _SIZES = {
 
 
 def _parallelism() -> Iterator[Option]:
-    sizes = ((f"{name}_size", whole(1), 1, doc) for name, doc in _SIZES.items())
-    others: tuple[tuple[str, Callable[[Any], Any], Any, str], ...] = (
-        ("enable_async_tp", truth, False, "Overlap the exchanges of tensor parallelism, where models are compiled."),
-        ("cp_backend", choice("torch"), "torch", "Library for context parallelism."),
-        ("cp_comm_strategy", choice("allgather", "alltoall"), "allgather", "Exchange of keys and values (cp)."),
-        ("sp_backend", choice("deepspeed", "torch"), "deepspeed", "Library for sequence parallelism."),
-        ("sp_seq_length", whole(1), None, "The length of all sequences (sp)."),
-        ("sp_seq_length_is_variable", truth, True, "The length varies from batch to batch (sp)."),
-        ("sp_attn_implementation", choice("sdpa", "flash_attention_2", "flash_attention_3"), "sdpa", "Attention (sp)."),
+    others: tuple[tuple[str, Any, str], ...] = (
+        ("enable_async_tp", False, "Overlap the exchanges of tensor parallelism, where models are compiled."),
+        ("cp_backend", "torch", "Library for context parallelism."),
+        ("cp_comm_strategy", "allgather", "Exchange of keys and values (cp)."),
+        ("sp_backend", "deepspeed", "Library for sequence parallelism."),
+        ("sp_seq_length", None, "The length of all sequences (sp)."),
+        ("sp_seq_length_is_variable", True, "The length varies from batch to batch (sp)."),
+        ("sp_attn_implementation", "sdpa", "Attention (sp)."),
     )
-    for name, parse, default, doc in (*sizes, *others):
+    for name, default, doc in (*((f"{name}_size", 1, doc) for name, doc in _SIZES.items()), *others):
         yield _option(
-            *("parallelism", "parallelism_config_", name, doc, parse),
+            *("parallelism", "parallelism_config_", name, doc, parallelism_settings.PARSERS[name]),
             does="Sets it, with --use_parallelism_config.",
-            variable=f"PARALLELISM_CONFIG_{name.upper()}",
+            variable=parallelism_settings.variable(name),
             default=default,
         )
 

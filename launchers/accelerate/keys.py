@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from orc.launchers.accelerate.features import FEATURES
-from orc.launchers.accelerate.option import GROUPS, Option, choice, mapping, number, text, texts, whole, words
+from orc.launchers.accelerate.option import GROUPS, Option, mapping, text, texts, words
 from orc.runtime.core import config
-from orc.runtime.core.parsing import truth
+from orc.runtime.core.parsing import choice, number, truth, whole
 
 COMPUTE_ENVIRONMENTS = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
 DISTRIBUTED_TYPES = (
@@ -130,7 +130,7 @@ _MACHINES = (
     Option("max_restarts", "machines", "Start all processes again after a failure, this often.", whole(0), "done",
            "Starts them again.", ("--max_restarts",), key="max_restarts", default=0,
            job="launcher.options.max_restarts"),
-    Option("monitor_interval", "machines", "Seconds between two checks of the processes.", number, "done",
+    Option("monitor_interval", "machines", "Seconds between two checks of the processes.", number(0), "done",
            "torchrun starts the processes, and looks at them so often; without it their end is noticed at once.",
            ("--monitor_interval",), key="monitor_interval", job="launcher.options.monitor_interval"),
 )  # fmt: skip

@@ -85,38 +85,6 @@ class Option:
             raise ValueError(f"{self.flag} {value!r}: {error}") from None
 
 
-def whole(minimum: int, maximum: int | None = None) -> Callable[[Any], int]:
-    """Return the parser of whole numbers of at least *minimum*, and at most *maximum* if there is one."""
-
-    def parse(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise ValueError("expected a whole number")
-        try:
-            number = int(value)
-        except ValueError:
-            raise ValueError("expected a whole number") from None
-        if number < minimum:
-            raise ValueError(f"expected a whole number of at least {minimum}")
-        if maximum is not None and number > maximum:
-            raise ValueError(f"expected a whole number from {minimum} to {maximum}")
-        return number
-
-    return parse
-
-
-def number(value: Any) -> float:
-    """Parse a number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError("expected a number")
-    try:
-        found = float(value)
-    except ValueError:
-        raise ValueError("expected a number") from None
-    if not 0 <= found < float("inf"):
-        raise ValueError("expected a number of at least 0")
-    return found
-
-
 def text(value: Any) -> str:
     """Parse one line of text; numbers are texts too."""
     if isinstance(value, (bool, dict, list)) or value is None:
@@ -142,21 +110,6 @@ def texts(value: Any) -> list[str]:
     if not isinstance(found, (list, tuple)) or not all(isinstance(one, str) and "\0" not in one for one in found):
         raise ValueError("expected a list of texts")
     return list(found)
-
-
-def choice(*allowed: str) -> Callable[[Any], str]:
-    """Return the parser of one of *allowed*, in any case. YAML's bare ``no`` is false, and means ``no`` here."""
-
-    def parse(value: Any) -> str:
-        word = "no" if value is False else str(value).strip()
-        for name in allowed:
-            if name.lower() == word.lower():
-                return name
-        from orc.runtime.core.parsing import nearest
-
-        raise ValueError(f"expected one of {', '.join(allowed)}{nearest(word, allowed)}")
-
-    return parse
 
 
 def mapping(value: Any) -> dict[str, str]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
-from orc.runtime.core.parsing import nearest
+from orc.runtime.core.parsing import choice, nearest, number, whole
 from orc.runtime.core.parsing import parse_bool as parse_bool
 
 
@@ -28,39 +29,7 @@ def _boolean(value: Any) -> bool:
     raise ValueError("expected true or false")
 
 
-def _integer(minimum: int) -> Callable[[Any], int]:
-    def parse(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise ValueError("expected a whole number")
-        number = int(value)
-        if number < minimum:
-            raise ValueError(f"expected a whole number of at least {minimum}")
-        return number
-
-    return parse
-
-
-def _number(minimum: float) -> Callable[[Any], float]:
-    def parse(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise ValueError("expected a number")
-        number = float(value)
-        if not number >= minimum:
-            raise ValueError(f"expected a number of at least {minimum}")
-        return number
-
-    return parse
-
-
-def _choice(*allowed: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        # YAML 1.1 reads a bare `no` as false; it is a documented precision name.
-        text = "no" if value is False and "no" in allowed else str(value).strip().lower()
-        if text not in allowed:
-            raise ValueError(f"expected one of {', '.join(allowed)}")
-        return text
-
-    return parse
+_number = partial(number, endless=True)
 
 
 def _word(value: Any) -> str:
@@ -98,13 +67,6 @@ def _packages(value: Any) -> str:
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-def _level(value: Any) -> str:
-    text = str(value).strip().upper()
-    if text not in LOG_LEVELS:
-        raise ValueError(f"expected one of {', '.join(LOG_LEVELS)}")
-    return text
-
-
 class Key(NamedTuple):
     """Configuration key: its name, the parser of its value, its default and its description."""
 
@@ -126,7 +88,7 @@ KEYS: dict[str, Key] = {
     for key in (
         Key(
             "mixed_precision",
-            _choice(*PRECISIONS),
+            choice(*PRECISIONS),
             "no",
             "Precision of forward and backward.",
             "ACCELERATE_MIXED_PRECISION",
@@ -140,14 +102,14 @@ KEYS: dict[str, Key] = {
         ),
         Key(
             "gradient_accumulation_steps",
-            _integer(1),
+            whole(1),
             1,
             "Batches per optimizer step.",
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         ),
         Key(
             "strategy",
-            _choice("auto", "ddp", "none"),
+            choice("auto", "ddp", "none"),
             "auto",
             "How the model is replicated: auto means ddp when there is more than one process.",
         ),
@@ -165,7 +127,7 @@ KEYS: dict[str, Key] = {
             "Check shapes and structure before every collective.",
             "ACCELERATE_DEBUG_MODE",
         ),
-        Key("seed", _integer(0), None, "Seed of Python, NumPy and torch, set when the Accelerator is made."),
+        Key("seed", whole(0), None, "Seed of Python, NumPy and torch, set when the Accelerator is made."),
         Key(
             "timeout_s",
             _number(1),
@@ -174,7 +136,7 @@ KEYS: dict[str, Key] = {
         ),
         Key(
             "log_level",
-            _level,
+            choice(*LOG_LEVELS),
             None,
             "Level of loggers from get_logger: DEBUG, INFO, WARNING, ERROR or CRITICAL.",
             "ACCELERATE_LOG_LEVEL",
@@ -216,18 +178,18 @@ KEYS: dict[str, Key] = {
         ),
         Key(
             "stall_action",
-            _choice("exit", "warn"),
+            choice("exit", "warn"),
             None,
             "What follows the report of a stall: exit (status 79) or nothing; exit when stall_timeout_s is set.",
         ),
         Key(
             "spike_action",
-            _choice("off", "warn", "raise", "skip"),
+            choice("off", "warn", "raise", "skip"),
             "off",
             "What to do about a loss or gradient norm that is NaN, infinite or far above the usual.",
         ),
         Key("spike_factor", _number(1), 10.0, "How many times the usual value counts as a spike."),
-        Key("spike_every", _integer(1), 10, "Optimizer steps between two looks at loss and gradient norm."),
+        Key("spike_every", whole(1), 10, "Optimizer steps between two looks at loss and gradient norm."),
         Key(
             "stand_in",
             _packages,
@@ -239,23 +201,23 @@ KEYS: dict[str, Key] = {
         Key("peak_tflops", _number(0.001), None, "Peak TFLOP/s of one device, for MFU; known for common GPUs."),
         Key(
             "notices",
-            _choice("auto", "off"),
+            choice("auto", "off"),
             "auto",
             "Ask the platform (EC2, Google Cloud, Slurm) for preemption notices where it is detected.",
         ),
         Key("notice_file", _text, None, "A file whose appearance is a preemption notice."),
         Key("checkpoint_dir", _text, None, "Where save_state writes when it is given no directory."),
-        Key("checkpoint_every", _integer(1), None, "Save automatically every so many optimizer steps."),
-        Key("checkpoint_keep", _integer(1), None, "How many committed checkpoints to keep; all when unset."),
+        Key("checkpoint_every", whole(1), None, "Save automatically every so many optimizer steps."),
+        Key("checkpoint_keep", whole(1), None, "How many committed checkpoints to keep; all when unset."),
         Key(
             "checkpoint_shared",
-            _choice("auto", "1", "0"),
+            choice("auto", "1", "0"),
             "auto",
             "Whether the machines of a run share checkpoint directories: 1 all, 0 none, auto looks.",
         ),
         Key(
             "resume",
-            _choice("auto", "never"),
+            choice("auto", "never"),
             "auto",
             "Whether Accelerator.resume() loads the newest checkpoint.",
         ),

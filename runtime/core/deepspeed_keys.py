@@ -9,38 +9,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from orc.runtime.core.parsing import number, whole
+
 USE = "ACCELERATE_USE_DEEPSPEED"
 FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"  # names of what the launcher was told, comma-separated
 AUTO = "auto"
 DEVICES = ("none", "cpu", "nvme")
 
 
-def whole(minimum: int, maximum: int | None = None, auto: bool = False) -> Callable[[Any], Any]:
-    """Return a parser of whole numbers from *minimum* to *maximum*, and of ``auto`` where that is allowed."""
-
-    def parse(value: Any) -> Any:
-        if auto and value == AUTO:
-            return AUTO
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise ValueError("expected a whole number")
-        number = int(value)
-        if number < minimum or (maximum is not None and number > maximum):
-            raise ValueError(f"expected a whole number {f'from {minimum} to {maximum}' if maximum else 'above 0'}")
-        return number
-
-    return parse
+def or_auto(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the parser of ``auto`` and of what *parse* takes."""
+    return lambda value: AUTO if value == AUTO else parse(value)
 
 
 def clipping(value: Any) -> Any:
     """Parse a gradient norm of at least 0, or ``auto``; ``none`` is `None`."""
-    if isinstance(value, str) and value.strip().lower() in (AUTO, "none"):
-        return AUTO if value.strip().lower() == AUTO else None
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError("expected a number")
-    number = float(value)
-    if not 0 <= number < float("inf"):
-        raise ValueError("expected a number of at least 0")
-    return number
+    word = value.strip().lower() if isinstance(value, str) else None
+    return None if word == "none" else AUTO if word == AUTO else number(0)(value)
 
 
 def device(value: Any) -> str:
@@ -99,7 +84,7 @@ KEYS: dict[str, DeepSpeedKey] = {
         DeepSpeedKey(
             "gradient_accumulation_steps",
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-            whole(1, auto=True),
+            or_auto(whole(1)),
             "Batches per optimizer step.",
             "gradient_accumulation_steps",
         ),

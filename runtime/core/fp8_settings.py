@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core.parsing import nearest, read_variables, truth
+from orc.runtime.core.parsing import choice, nearest, read_variables, truth, whole
 
 # Back ends and the module that each needs; where nothing is said, the first whose module is there computes.
 BACKENDS: Mapping[str, str] = {"MSAMP": "msamp", "TE": "transformer_engine", "AO": "torchao"}
@@ -39,7 +39,7 @@ def level(value: Any) -> str:
     text = str(value).strip().upper()
     if text == "O3":
         raise ValueError("O3 needs DeepSpeed 0.9.2 or older and is not offered; choose O1 or O2")
-    return _one_of(*LEVELS)(text)
+    return choice(*LEVELS)(text)
 
 
 def linear_precision(value: Any) -> tuple[bool, bool, bool]:
@@ -52,32 +52,6 @@ def linear_precision(value: Any) -> tuple[bool, bool, bool]:
         raise ValueError("expected true, false, or three of them: for fprop, dgrad and wgrad")
     fprop, dgrad, wgrad = (truth(one.strip() if isinstance(one, str) else one) for one in value)
     return fprop, dgrad, wgrad
-
-
-def _one_of(*allowed: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        text = str(value).strip()
-        for name in allowed:
-            if name.lower() == text.lower():
-                return name
-        raise ValueError(f"expected one of {', '.join(allowed)}")
-
-    return parse
-
-
-def _whole(minimum: int) -> Callable[[Any], int]:
-    def parse(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise ValueError("expected a whole number")
-        try:
-            number = int(value)
-        except ValueError:
-            raise ValueError("expected a whole number") from None
-        if number < minimum:
-            raise ValueError(f"expected a whole number of at least {minimum}")
-        return number
-
-    return parse
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -115,12 +89,12 @@ SETTINGS: dict[str, Setting] = {
             "Compute in fp8 in evaluation too (te).",
             "TE",
         ),
-        Setting("margin", "fp8_margin", _whole(0), 0, "Margin of the scaling factor (te).", "TE"),
-        Setting("interval", "fp8_interval", _whole(1), 1, "Steps between two scaling factors (te).", "TE"),
+        Setting("margin", "fp8_margin", whole(0), 0, "Margin of the scaling factor (te).", "TE"),
+        Setting("interval", "fp8_interval", whole(1), 1, "Steps between two scaling factors (te).", "TE"),
         Setting(
             "fp8_format",
             "fp8_format",
-            _one_of(*FORMATS),
+            choice(*FORMATS),
             "HYBRID",
             "HYBRID (e4m3 forward, e5m2 backward), E4M3 or E5M2 (te).",
             "TE",
@@ -128,7 +102,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "amax_history_len",
             "fp8_amax_history_len",
-            _whole(1),
+            whole(1),
             1024,
             "Steps for which largest values are kept for scaling factors (te).",
             "TE",
@@ -137,7 +111,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "amax_compute_algo",
             "fp8_amax_compute_algo",
-            _one_of(*ALGORITHMS),
+            choice(*ALGORITHMS),
             "most_recent",
             "Choice among those values: max or most_recent (te).",
             "TE",

@@ -9,30 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core.parsing import nearest, read_variables, truth
+from orc.runtime.core.parsing import nearest, number, read_variables, truth, whole
 
 USE = "ACCELERATE_USE_MEGATRON_LM"
 PREFIX = "MEGATRON_LM_"
-
-
-def positive(value: Any) -> int:
-    """Parse a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError("expected a whole number")
-    number = int(value)
-    if number < 1:
-        raise ValueError("expected a whole number above 0")
-    return number
-
-
-def norm(value: Any) -> float:
-    """Parse the largest norm of gradients, at least 0; 0 is any."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError("expected a number")
-    number = float(value)
-    if not 0 <= number < float("inf"):
-        raise ValueError("expected a number of at least 0")
-    return number
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -53,15 +33,15 @@ class MegatronKey:
 KEYS = {
     key.name: key
     for key in (
-        MegatronKey("tp_degree", positive, 1, "Processes that share the matrices of each layer."),
-        MegatronKey("pp_degree", positive, 1, "Stages of consecutive layers, each on processes of its own."),
-        MegatronKey("num_micro_batches", positive, 1, "Parts in which a batch goes through the stages."),
+        MegatronKey("tp_degree", whole(1), 1, "Processes that share the matrices of each layer."),
+        MegatronKey("pp_degree", whole(1), 1, "Stages of consecutive layers, each on processes of its own."),
+        MegatronKey("num_micro_batches", whole(1), 1, "Parts in which a batch goes through the stages."),
         MegatronKey("sequence_parallelism", truth, False, "Share the sequence between the layers, with tp_degree > 1."),
         MegatronKey("recompute_activations", truth, False, "Recompute the attention in backward, to save memory."),
         MegatronKey(
             "use_distributed_optimizer", truth, False, "Shard the optimizer's state over the data parallel processes."
         ),
-        MegatronKey("gradient_clipping", norm, 1.0, "Largest L2 norm of all gradients; 0 means no limit."),
+        MegatronKey("gradient_clipping", number(0), 1.0, "Largest L2 norm of all gradients; 0 means no limit."),
     )
 }
 

@@ -21,7 +21,7 @@ from orc.runtime.core.parallelism_handlers import (
     TorchTensorParallelPlugin,
     setting,
 )
-from orc.runtime.core.parallelism_settings import BACKENDS, PARSERS, USE_PARALLELISM_CONFIG, variable, whole
+from orc.runtime.core.parallelism_settings import BACKENDS, PARSERS, USE_PARALLELISM_CONFIG, size, variable
 from orc.runtime.core.parsing import switched_on
 from orc.runtime.core.topology import DATA_DIMENSIONS, DIMENSIONS, JOINED, join_dimensions, sizes_of_mesh
 
@@ -90,7 +90,7 @@ class ParallelismConfig:
                     raise ConfigError(f"{field}={value!r} contradicts device_mesh, which has {of_mesh}; leave it out")
                 value = of_mesh
             try:
-                setattr(self, field, whole(value))
+                setattr(self, field, size(value))
             except ValueError as error:
                 raise ConfigError(f"{source}={value!r}: {error}") from None
         for field, names in BACKENDS.items():

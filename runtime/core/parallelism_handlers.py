@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orc.runtime.core.config import ConfigError
-from orc.runtime.core.parallelism_settings import PARSERS, whole
+from orc.runtime.core.parallelism_settings import PARSERS, size
 from orc.runtime.core.parsing import truth
 
 
@@ -96,7 +96,7 @@ class DeepSpeedSequenceParallelConfig:
 
     def __post_init__(self) -> None:
         prefix = "PARALLELISM_CONFIG_SP_"
-        self.sp_seq_length = setting(self.sp_seq_length, f"{prefix}SEQ_LENGTH", None, whole, "sp_seq_length")
+        self.sp_seq_length = setting(self.sp_seq_length, f"{prefix}SEQ_LENGTH", None, size, "sp_seq_length")
         self.sp_seq_length_is_variable = setting(
             self.sp_seq_length_is_variable, f"{prefix}SEQ_LENGTH_IS_VARIABLE", True, truth, "sp_seq_length_is_variable"
         )
@@ -128,6 +128,6 @@ class TorchTensorParallelPlugin:
 
     def __post_init__(self) -> None:
         try:
-            self.tp_size = whole(self.tp_size)
+            self.tp_size = size(self.tp_size)
         except ValueError as error:
             raise ConfigError(f"TorchTensorParallelPlugin: tp_size={self.tp_size!r}: {error}") from None

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orc.runtime.core.parsing import nearest, switched_on, truth
+from orc.runtime.core.parsing import choice, nearest, switched_on, truth, whole
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")  # of a run's ranks, outermost first
 USE_PARALLELISM_CONFIG = "ACCELERATE_USE_PARALLELISM_CONFIG"
@@ -20,37 +20,16 @@ CP_COMM_STRATEGIES = ("allgather", "alltoall")
 SP_ATTN_IMPLEMENTATIONS = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
-def whole(value: Any) -> int:
-    """Parse a whole number of at least 1. Raises `ValueError`."""
-    try:
-        number = int(value) if isinstance(value, str) else value
-    except ValueError:
-        number = None
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError("expected a whole number, at least 1")
-    return number
-
-
-def named(*names: str) -> Callable[[Any], str]:
-    """Return the parser of one of *names*, which raises `ValueError` with all of them and the nearest."""
-
-    def parse(value: Any) -> str:
-        if value not in names:
-            raise ValueError(f"expected one of {', '.join(names)}{nearest(str(value), names)}")
-        return str(value)
-
-    return parse
-
-
+size = whole(1)
 SIZES = tuple(f"{name}_size" for name in DIMENSIONS)
 PARSERS: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(SIZES, whole),
-    **{name: named(*values) for name, values in BACKENDS.items()},
+    **dict.fromkeys(SIZES, size),
+    **{name: choice(*values) for name, values in BACKENDS.items()},
     "enable_async_tp": truth,
-    "cp_comm_strategy": named(*CP_COMM_STRATEGIES),
-    "sp_seq_length": whole,
+    "cp_comm_strategy": choice(*CP_COMM_STRATEGIES),
+    "sp_seq_length": size,
     "sp_seq_length_is_variable": truth,
-    "sp_attn_implementation": named(*SP_ATTN_IMPLEMENTATIONS),
+    "sp_attn_implementation": choice(*SP_ATTN_IMPLEMENTATIONS),
 }
 
 

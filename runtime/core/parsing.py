@@ -1,8 +1,9 @@
-"""Values from texts: truth values and names from a fixed list. Torch-free."""
+"""Values from texts: truth values, numbers and names from a fixed list. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 _TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
@@ -50,6 +51,46 @@ def truth(value: Any) -> bool:
     if value in (0, 1):
         return bool(value)
     raise ValueError("expected true or false")
+
+
+def whole(minimum: int, maximum: int | None = None) -> Callable[[Any], int]:
+    """Return the parser of whole numbers of at least *minimum*, and at most *maximum* if there is one."""
+    bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
+    def parse(value: Any) -> int:
+        if isinstance(value, (int, str)) and not isinstance(value, bool):
+            with suppress(ValueError):
+                if minimum <= (number := int(value)) and (maximum is None or number <= maximum):
+                    return number
+        raise ValueError(f"expected a whole number {bounds}")
+
+    return parse
+
+
+def number(minimum: float, endless: bool = False) -> Callable[[Any], float]:
+    """Return the parser of numbers of at least *minimum*; infinity is one if *endless*."""
+
+    def parse(value: Any) -> float:
+        if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            with suppress(ValueError):
+                if minimum <= (found := float(value)) and (endless or found < float("inf")):
+                    return found
+        raise ValueError(f"expected a number of at least {minimum}")
+
+    return parse
+
+
+def choice(*allowed: str) -> Callable[[Any], str]:
+    """Return the parser of one of *allowed*, in any case. YAML's bare ``no`` is false, and means ``no`` here."""
+
+    def parse(value: Any) -> str:
+        word = "no" if value is False else str(value).strip()
+        for name in allowed:
+            if name.lower() == word.lower():
+                return name
+        raise ValueError(f"expected one of {', '.join(allowed)}{nearest(word, allowed)}")
+
+    return parse
 
 
 def one_of(*names: str) -> Callable[[Any], str]:

@@ -103,7 +103,7 @@ def test_everything_that_is_wrong_is_said_at_once_with_its_place_and_the_nearest
     expected = {
         "1:22": "not 'LOCAL_MACHIN', did you mean 'LOCAL_MACHINE'?",
         "2:1": "unknown key 'distributed_typ', did you mean 'distributed_type'?",
-        "3:16": "num_processes: expected a whole number, not 'two'",
+        "3:16": "num_processes: expected a whole number of at least 1, not 'two'",
         "4:15": "fsdp_config: unknown key 'fsdp_versoin', did you mean 'fsdp_version'?",
         "4:32": "did you mean deepspeed_config.zero_stage?",
         "5:18": "expected one of no, fp16, bf16, fp8, not 'fp15'",

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from orc.runtime.core import parsing
 from orc.runtime.core.config import JOB_KEYS, KEYS, SECTIONS, ConfigError, check, parse_bool, resolve, to_env
 
 
@@ -55,6 +56,28 @@ def test_what_the_launch_layer_writes_the_runtime_reads():
 def test_bad_values_are_refused_with_key_and_reason(name, value, message):
     with pytest.raises(ConfigError, match=message):
         check(name, value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "value", "found"),
+    [
+        (parsing.whole(0, 3), "3", 3),
+        (parsing.whole(0, 3), 4, "expected a whole number from 0 to 3"),
+        (parsing.whole(1), 1.0, "expected a whole number of at least 1"),
+        (parsing.number(0), "0.5", 0.5),
+        (parsing.number(0), "inf", "expected a number of at least 0"),
+        (parsing.number(0), "nan", "expected a number of at least 0"),
+        (parsing.number(1, endless=True), "inf", float("inf")),
+        (parsing.choice("no", "E4M3"), "e4m3", "E4M3"),
+        (parsing.choice("no", "E4M3"), False, "no"),
+        (parsing.choice("no", "E4M3"), "E5M3", "expected one of no, E4M3, did you mean 'E4M3'?"),
+    ],
+)
+def test_numbers_and_choices_are_read_or_refused(parse, value, found):
+    try:
+        assert parse(value) == found
+    except ValueError as error:
+        assert str(error) == found
 
 
 def test_a_bad_variable_is_named():

@@ -36,7 +36,7 @@ def test_settings_come_from_arguments_then_the_environment_then_defaults(monkeyp
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tp_degree": 0}, "tp_degree=0 of Megatron-LM: expected a whole number above 0"),
+        ({"tp_degree": 0}, "tp_degree=0 of Megatron-LM: expected a whole number of at least 1"),
         ({"gradient_clipping": -1}, "gradient_clipping=-1 of Megatron-LM"),
         ({"sequence_parallelism": True}, "set tp_degree above 1"),
         ({"num_layers_per_virtual_pipeline_stage": 2}, "set pp_degree above 1"),
