@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up by themselves; see docs/how-to/develop.md.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check setup docs lint test-gpu format typecheck exports contracts unit coverage bench mutants docs-test session testbed-packages testbeds-down clean
+.PHONY: help demo test check setup docs lint test-gpu format typecheck exports contracts unit coverage bench mutants docs-test session page testbed-packages testbeds-down clean
 
 BIN := .venv/bin
 INSTALLED := .venv/.orc-installed-all
@@ -95,6 +95,9 @@ docs: $(INSTALLED) $(LINKS)  ## The documentation as a site in build/site
 
 session: $(INSTALLED)  ## The picture of a session in the README, from real commands
 	$(BIN)/python .ci/session.py
+
+page: $(INSTALLED)  ## The pictures of the web page in the documentation, from real trainings (needs Chromium)
+	$(BIN)/python .ci/page.py
 
 docs-test: $(INSTALLED)  ## Links and examples of the documentation
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_docs_site.py $(PYTEST_FLAGS)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.attempts.records import AttemptExit
+from orc.orchestrator.ledger.job_size import share_done
 from orc.orchestrator.ledger.records import EventRecord
 from orc.orchestrator.schema import View
 
@@ -91,6 +92,7 @@ class JobView(View):
     not_before: float | None = None
     deadline_at: float | None = None
     seen_at: float | None = None  # when its cluster last said something about it; seconds late at most
+    share: float | None = None  # of its training that is done, where its arguments say how long it is
 
     @property
     def ended(self) -> bool:
@@ -138,6 +140,7 @@ class JobView(View):
             job.not_before,
             job.deadline_at,
             seen_at,
+            share_done(spec, attempts[-1].progress) if attempts else None,
         )
 
 
@@ -165,6 +168,11 @@ class JobRow(View):
     group_index: int | None = None
     not_before: float | None = None
     deadline_at: float | None = None
+    started_at: float | None = None  # of the newest attempt
+    nodes: int = 1
+    gpus: int = 0  # on all nodes
+    progress: Mapping[str, Any] = field(default_factory=dict)  # of the newest attempt: epoch, step, loss
+    share: float | None = None  # of its training that is done, where its arguments say how long it is
 
     @property
     def age_from(self) -> float | None:

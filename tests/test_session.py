@@ -1,4 +1,4 @@
-"""The picture of a session in the README: what it keeps of a terminal, and that it shows the tour's commands."""
+"""The pictures of the documentation: what the recorder of a session keeps, and what each of them shows."""
 
 import html
 import importlib.util
@@ -40,3 +40,12 @@ def test_the_picture_shows_the_commands_of_the_tour_and_its_figures():
     assert "](docs/images/session.svg)" in readme
     (accuracy,) = set(re.findall(r"test accuracy \d\.\d+", text))
     assert accuracy in readme, "make session records it again"
+
+
+def test_the_pictures_of_the_page_are_small_and_shown():
+    shown = (ROOT / "README.md").read_text() + (ROOT / "docs" / "how-to" / "web-page.md").read_text()
+    pictures = sorted((ROOT / "docs" / "images").glob("page-*"))
+    assert [picture.name for picture in pictures] == ["page-compare.png", "page-job.png", "page-jobs.png"]
+    for picture in pictures:
+        assert picture.stat().st_size <= 150_000
+        assert f"images/{picture.name})" in shown

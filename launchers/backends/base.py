@@ -447,6 +447,15 @@ class SupportsPlacement(Protocol):
 
 
 @runtime_checkable
+class SupportsCapacity(Protocol):
+    """Backend whose hosts and their slots are known by the configuration."""
+
+    def capacity(self) -> Mapping[str, int]:
+        """Return the slots of each host; 0 where one job runs at a time. Contacts none."""
+        ...
+
+
+@runtime_checkable
 class SupportsArrays(Protocol):
     """Backend that takes many attempts at once, and runs only so many at a time."""
 

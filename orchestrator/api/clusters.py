@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
@@ -25,6 +27,8 @@ class ClusterView(View):
     answered_at: float | None = None
     interval_s: float | None = None
     error: str | None = None
+    slots: int | None = None  # of its hosts, where the configuration says how many; a host without slots counts one
+    slots_taken: int | None = None  # by our jobs
 
 
 @dataclass(frozen=True)
@@ -68,17 +72,40 @@ def list_clusters(session: LedgerSession) -> Clusters:
 
     queueing, _ = queueing_clusters(session)
     only = None if session.caller.may_see(Kind.ACCOUNTS) else session.caller.user
+    totals = _capacities(session)
+    taken = Counter[str]()
+    for held in session.workspace.ledger.reservations():
+        if held.cluster in totals:  # a host without slots is taken as a whole
+            taken[held.cluster] += held.slots if totals[held.cluster].get(held.host) else 1
     with session.workspace.ledger.database.read() as connection:
         polls = {poll.cluster: poll for poll in by_cluster(connection, only)}
     names = ("polled_at", "answered_at", "interval_s", "error")
     return Clusters(
         [
             ClusterView(
-                name, cluster.kind, name in queueing, **{key: getattr(polls.get(name), key, None) for key in names}
+                name,
+                cluster.kind,
+                name in queueing,
+                **{key: getattr(polls.get(name), key, None) for key in names},
+                slots=sum(slots or 1 for slots in totals[name].values()) if name in totals else None,
+                slots_taken=taken[name] if name in totals else None,
             )
             for name, cluster in session.clusters().items()
         ]
     )
+
+
+def _capacities(session: LedgerSession) -> dict[str, Mapping[str, int]]:
+    """Return the slots of each host of the clusters whose configuration has them."""
+    from orc.launchers.backends.base import SupportsCapacity
+
+    ws = session.workspace
+    found = {}
+    for name in ws.clusters_with(SupportsCapacity)[0]:
+        backend = ws.backend(name)
+        assert isinstance(backend, SupportsCapacity)
+        found[name] = backend.capacity()
+    return found
 
 
 @call("GET", "/clusters/{name}/queue", shows=Kind.SERVICE, asks_clusters=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from orc.launchers.errors import LaunchError, SpecError
@@ -36,6 +36,16 @@ class Measurements(View):
     unreachable: Mapping[str, str]
     complete: bool
     next: str
+    times: list[tuple[float, float]] = field(default_factory=list)  # with curves: step, seconds since the epoch
+    attempts: list[tuple[float, float]] = field(default_factory=list)  # with curves: first step, number of the attempt
+
+
+@dataclass(frozen=True)
+class RankSpeeds(View):
+    """Speeds of the ranks of the newest attempt: by rank ``step``, ``step_s`` and ``data_wait``, as far as known."""
+
+    at: float | None
+    ranks: Mapping[int, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -105,14 +115,33 @@ def read_metrics(
     session.record(job_id)
     if points is not None:
         measured = known.of(job_id)
-        series = measured.update(ws, job_id, lambda curves: curves.points(points), known.seconds)
-        return Measurements([], series, _reasons(measured.unreachable), measured.complete, "")
+        series, times, attempts = measured.update(
+            ws,
+            job_id,
+            lambda curves: (curves.points(points), curves.times.points(points), curves.begins),
+            known.seconds,
+        )
+        unreachable = _reasons(measured.unreachable)
+        return Measurements([], series, unreachable, measured.complete, "", times, attempts)
     try:
         position = Position.from_text(after)
     except ValueError as error:
         raise SpecError(str(error), where="query.after") from None
     lines = _some(new_lines(ws, job_id, position, known.seconds), position)
     return Measurements(lines, {}, _reasons(position.unreachable), position.complete, position.to_text())
+
+
+@call("GET", "/jobs/{job_id}/ranks", shows=Kind.METRICS, asks_clusters=True)
+def read_ranks(session: LedgerSession, job_id: JobId) -> RankSpeeds:
+    """Return how each rank of a job gets on: its step, seconds per step, and share of waiting for data.
+
+    None is known before the first metrics, nor of a job of one rank, whose metrics say it.
+    """
+    from orc.orchestrator.api.logs import at_backend
+    from orc.orchestrator.insight.metrics import latest_ranks
+
+    backend, handle = at_backend(session, job_id, None)
+    return RankSpeeds(*latest_ranks(backend, handle)) if handle else RankSpeeds(None, {})
 
 
 def _reasons(unreachable: Mapping[str, LaunchError]) -> dict[str, str]:

@@ -18,6 +18,9 @@ from orc.orchestrator.schema import View
 from orc.orchestrator.views import EventView, JobRow, JobView
 
 State = Annotated[str, Bounds(choices=tuple(str(state) for state in JobState))]
+Tags = Annotated[Sequence[str], Bounds("key=value; with all of these tags", max_length=20)]
+Part = Annotated[str | None, Bounds("Part of id, name, owner, cluster or project", max_length=255)]
+Ended = Annotated[float | None, Bounds("Has ended since, in seconds since the epoch", ge=0, le=4102444800)]
 Grace = Annotated[
     float | None, Bounds("Seconds between SIGTERM and SIGKILL; the job's own by default", ge=0, le=30 * 86400)
 ]
@@ -52,6 +55,14 @@ class CancelledJob(JobView):
     unreachable: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class JobCounts(View):
+    """Numbers of jobs by state; of those that have not ended by cluster and state, too."""
+
+    states: Mapping[str, int]
+    clusters: Mapping[str, Mapping[str, int]]
+
+
 @call("GET", "/jobs", shows=Kind.STATE)
 def list_jobs(
     session: LedgerSession,
@@ -61,15 +72,33 @@ def list_jobs(
     cluster: Name | None = None,
     project: Name | None = None,
     group: Name | None = None,
-    tag: Annotated[Sequence[str], Bounds("key=value; with all of these tags", max_length=20)] = (),
-    q: Annotated[str | None, Bounds("Part of id, name, owner, cluster or project", max_length=255)] = None,
+    tag: Tags = (),
+    q: Part = None,
+    ended_since: Ended = None,
     limit: Annotated[int, Bounds(ge=1, le=500)] = 50,
     cursor: Annotated[str | None, Bounds("`next` of the page before", max_length=500)] = None,
 ) -> JobPage:
     """Return jobs, newest first, a page at a time."""
-    wanted = JobFilter(state or None, name, owner, cluster, project, group, _tag_pairs(tag), q)
+    wanted = JobFilter(state or None, name, owner, cluster, project, group, _tag_pairs(tag), q, ended_since)
     page = session.workspace.ledger.page(wanted, cursor, limit)
     return JobPage([JobRow(*row) for row in page.rows], page.next)
+
+
+@call("GET", "/job-counts", shows=Kind.STATE)
+def count_jobs(
+    session: LedgerSession,
+    name: Name | None = None,
+    owner: Name | None = None,
+    cluster: Name | None = None,
+    project: Name | None = None,
+    group: Name | None = None,
+    tag: Tags = (),
+    q: Part = None,
+    ended_since: Ended = None,
+) -> JobCounts:
+    """Return how many jobs are in each state, with the filters of the list of jobs."""
+    wanted = JobFilter(None, name, owner, cluster, project, group, _tag_pairs(tag), q, ended_since)
+    return JobCounts(*session.workspace.ledger.counts(wanted))
 
 
 def _tag_pairs(texts: Sequence[str]) -> dict[str, str]:

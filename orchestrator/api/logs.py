@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from orc.launchers.attempts.logs import LogChunk, LogSelector
+from orc.launchers.errors import SpecError
 from orc.orchestrator.api.call import Bounds, JobId, call
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
@@ -16,6 +19,10 @@ from orc.orchestrator.schema import View
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend, Handle
 
+_MOST_RANKS = 512
+_MERGED_BYTES = 512 << 10  # of all ranks in one answer ...
+_RANK_BYTES = 4 << 10  # ... but so many of each at least
+_MOST_TEXT = 4000  # characters of a line
 Attempt = Annotated[int | None, Bounds("Number of the attempt; the newest by default", ge=1, le=1 << 30)]
 
 
@@ -32,6 +39,83 @@ def list_logs(session: LedgerSession, job_id: JobId, attempt: Attempt = None) ->
     """Return the logs that an attempt has so far: ranks, then nodes, then the launcher's."""
     backend, handle = at_backend(session, job_id, attempt)
     return Logs(attempt or session.record(job_id).number or 1, backend.log_selectors(handle) if handle else [])
+
+
+@dataclass(frozen=True)
+class RankLine(View):
+    """Line of a rank's log."""
+
+    rank: int
+    at: float | None  # the time that it begins with, or that of the line before it; seconds since the epoch
+    text: str
+
+
+@dataclass(frozen=True)
+class MergedLogs(View):
+    """Lines of the logs of all ranks in the order of their times; ``next`` is where to go on."""
+
+    lines: list[RankLine]
+    next: str
+
+
+@call("GET", "/jobs/{job_id}/merged-log", shows=Kind.LOGS, asks_clusters=True)
+def merge_logs(
+    session: LedgerSession,
+    job_id: JobId,
+    attempt: Attempt = None,
+    after: Annotated[str, Bounds("`next` of the answer before: what came since", max_length=20_000)] = "",
+) -> MergedLogs:
+    """Return the newest lines of the logs of all ranks as one log, by the times that the lines begin with.
+
+    Ranks beyond the first 512 are left out.
+    """
+    from orc.orchestrator.insight.log_times import UNKNOWN, merged
+
+    backend, handle = at_backend(session, job_id, attempt)
+    if handle is None:
+        return MergedLogs([], after)
+    try:
+        offsets = {
+            int(rank): int(offset) for rank, _, offset in (part.partition(":") for part in after.split(",") if part)
+        }
+    except ValueError:
+        raise SpecError(f"no such position: {after:.80}", where="query.after") from None
+    ranks = [found.rank for found in backend.log_selectors(handle) if found.rank is not None][:_MOST_RANKS]
+    most = max(_MERGED_BYTES // max(len(ranks), 1), _RANK_BYTES)
+    logs = {}
+    for rank in ranks:
+        begin, data = _piece(backend, handle, LogSelector(rank=rank), offsets.get(rank), most)
+        logs[rank] = data
+        offsets[rank] = begin + len(data)
+    lines = [
+        RankLine(rank, None if at == UNKNOWN else at, line.decode("utf-8", "replace").rstrip("\n")[:_MOST_TEXT])
+        for at, rank, line in merged(logs)
+    ]
+    return MergedLogs(lines, ",".join(f"{rank}:{offset}" for rank, offset in sorted(offsets.items())))
+
+
+def _piece(backend: Backend, handle: Handle, selector: LogSelector, offset: int | None, most: int) -> tuple[int, bytes]:
+    """Return whole lines of a log from *offset* on (its last ones without), *most* bytes of them, and their offset."""
+    from orc.launchers.remote.files import read_range
+
+    begin, data = offset or 0, b""
+    if path := backend.log_file(handle, selector):
+        with suppress(OSError):  # there is none yet
+            begin = max(Path(path).stat().st_size - most, 0) if offset is None else offset
+            data = read_range(path, begin, most)
+    else:
+        for chunk in backend.logs(handle, selector, begin):
+            data += chunk.data
+            if len(data) > most:
+                if offset is not None:
+                    data = data[:most]
+                    break
+                begin, data = begin + len(data) - most, data[-most:]
+    if offset is None and begin:  # not the middle of a line
+        cut = data.find(b"\n") + 1
+        begin, data = begin + cut, data[cut:]
+    whole = data.rfind(b"\n") + 1
+    return begin, data[: whole or (len(data) if len(data) == most else 0)]
 
 
 def read_log(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MOST_POINTS = 2048  # of a curve; each stands for as many measurements as there have to be
 MOST_CURVES = 1000  # of a job
+MOST_BEGINS = 100  # of attempts, which are kept
 _KEPT_POINTS = 4 << 20  # of all jobs together, at 32 bytes each
 Points = list[tuple[float, float]]
 _Result = TypeVar("_Result")
@@ -92,6 +93,8 @@ class Curves:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Curve] = {}
+        self.times = Curve()  # seconds since the epoch
+        self.begins: list[tuple[float, float]] = []  # step at which an attempt, or its restart, went on; its number
         self._run: tuple[object, object] | None = None
 
     def add(self, line: Line) -> None:
@@ -100,9 +103,13 @@ class Curves:
         if step is None:
             return
         if run != self._run:
-            for curve in self.by_name.values():
+            for curve in (self.times, *self.by_name.values()):
                 curve.go_back(step)
+            kept = [begin for begin in self.begins if begin[0] < step]
+            self.begins = [*kept[-MOST_BEGINS:], (step, number_of(run[0]) or 0.0)]
         self._run = run
+        if (at := number_of(line.get("at"))) is not None:
+            self.times.add(step, at)
         for name, value in measurements(line):
             if name not in self.by_name and len(self.by_name) < MOST_CURVES:
                 self.by_name[name] = Curve()
@@ -120,7 +127,7 @@ class Curves:
     @property
     def size(self) -> int:
         """Number of points."""
-        return sum(len(curve) for curve in self.by_name.values())
+        return len(self.times) + sum(len(curve) for curve in self.by_name.values())
 
 
 class Measured:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from orc.orchestrator.workspace import Workspace
 
 FILE = "metrics.jsonl"
+RANKS_FILE = "ranks.json"
 SLICE = 1 << 20  # bytes that are read at a time
 _MOST_FIELDS = 10_000  # of a line
 _POSITION = re.compile(r"([0-9]{1,18}(\.[0-9]{1,18}){0,999})?")
@@ -152,6 +153,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (int, float)):
         return value
     return [plain(item) for item in value[:_MOST_FIELDS]] if isinstance(value, list) else plain(value)
+
+
+def latest_ranks(backend: Backend, handle: Handle) -> tuple[float | None, dict[int, dict[str, float]]]:
+    """Return when the ranks of a job last told how they get on, and what: by rank its step, seconds per step and share
+    of waiting for data. What the program has spoilt is left out.
+    """
+    found = parse_object(backend.read_file(handle, RANKS_FILE, 0, SLICE))
+    ranks: dict[int, dict[str, float]] = {}
+    given = found.get("ranks") if found else None
+    for name, values in islice(given.items(), _MOST_FIELDS) if isinstance(given, dict) else ():
+        if isinstance(values, dict) and name.isdecimal() and len(name) < 10:
+            known = {key: number_of(values.get(key)) for key in ("step", "step_s", "data_wait")}
+            ranks[int(name)] = {key: value for key, value in known.items() if value is not None}
+    return (number_of(found.get("at")) if found else None), ranks
 
 
 def course(lines: Iterable[Line]) -> list[Line]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger.database import Connection, batches, one_of
+from orc.orchestrator.ledger.job_size import nodes_and_gpus, share_done
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
 
@@ -115,6 +116,7 @@ class JobFilter:
     group: str | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     q: str | None = None  # part of its id, name, owner, cluster or project, whatever the case
+    ended_since: float | None = None  # seconds since the epoch
 
 
 class Page(NamedTuple):
@@ -145,7 +147,8 @@ def read_rows(
     connection: Connection, wanted: JobFilter, *, after: tuple[float, str] | None = None, limit: int | None = None
 ) -> list[tuple[Any, ...]]:
     """Return ``(id, name, cluster, backend, state, reason, attempts, created_at, updated_at, ended_at, hosts, tags,
-    seen_at, owner, project, priority, group_id, group_index, not_before, deadline_at)`` of jobs, newest first."""
+    seen_at, owner, project, priority, group_id, group_index, not_before, deadline_at, started_at, nodes, gpus,
+    progress, share)`` of jobs, newest first."""
     chosen, parameters = _chosen(wanted, after, limit)
     rows = connection.tuples(f"SELECT {_SHOWN}, {_MORE} FROM {chosen}", parameters)  # noqa: S608
     if not rows:
@@ -154,9 +157,13 @@ def read_rows(
         f"SELECT job_id, key, value FROM job_tags WHERE job_id IN (SELECT id FROM {chosen})",  # noqa: S608
         parameters,
     )
-    host_rows = connection.tuples(
-        "SELECT a.job_id, a.hosts FROM attempts a JOIN "  # noqa: S608
-        f"(SELECT id, attempt FROM {chosen}) j ON a.job_id = j.id AND a.number = j.attempt WHERE a.hosts <> '[]'",
+    attempt_rows = connection.tuples(
+        "SELECT a.job_id, a.hosts, a.started_at, a.progress FROM attempts a JOIN "  # noqa: S608
+        f"(SELECT id, attempt FROM {chosen}) j ON a.job_id = j.id AND a.number = j.attempt",
+        parameters,
+    )
+    spec_rows = connection.tuples(
+        f"SELECT id, spec FROM jobs WHERE id IN (SELECT id FROM {chosen})",  # noqa: S608
         parameters,
     )
     seen_rows = connection.tuples(
@@ -167,9 +174,33 @@ def read_rows(
     for job_id, key, value in tag_rows:
         tags.setdefault(job_id, {})[key] = value
     none: dict[str, str] = {}
-    hosts = {job_id: tuple(json.loads(text)) for job_id, text in host_rows}
-    seen = dict(seen_rows)
-    return [(*row[:10], hosts.get(row[0], ()), tags.get(row[0], none), seen.get(row[0]), *row[10:]) for row in rows]
+    attempts = {
+        job_id: (tuple(json.loads(hosts)), started_at, json.loads(progress))
+        for job_id, hosts, started_at, progress in attempt_rows
+    }
+    seen, specs = dict(seen_rows), {job_id: json.loads(text) for job_id, text in spec_rows}
+    found = []
+    for row in rows:
+        hosts, started_at, progress = attempts.get(row[0], ((), None, {}))
+        spec = specs.get(row[0], {})
+        latest = (started_at, *nodes_and_gpus(spec), progress, share_done(spec, progress))
+        found.append((*row[:10], hosts, tags.get(row[0], none), seen.get(row[0]), *row[10:], *latest))
+    return found
+
+
+def count_rows(connection: Connection, wanted: JobFilter) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """Return how many jobs are in each state, and of those that have not ended how many on each cluster."""
+    where, parameters = _conditions(wanted, None)
+    states = dict(connection.tuples(f"SELECT state, count(*) FROM jobs WHERE {where} GROUP BY state", parameters))  # noqa: S608
+    live = {f"s{i}": str(state) for i, state in enumerate(sorted(ACTIVE_JOB))}
+    clusters: dict[str, dict[str, int]] = {}
+    for cluster, state, count in connection.tuples(
+        f"SELECT cluster, state, count(*) FROM jobs WHERE state IN ({', '.join(f':{name}' for name in live)}) "  # noqa: S608
+        f"AND {where} GROUP BY cluster, state",
+        parameters | live,
+    ):
+        clusters.setdefault(cluster, {})[state] = count
+    return states, clusters
 
 
 def _chosen(wanted: JobFilter, after: tuple[float, str] | None, limit: int | None) -> tuple[str, dict[str, Any]]:
@@ -206,6 +237,9 @@ def _conditions(wanted: JobFilter, after: tuple[float, str] | None) -> tuple[str
         parts.append(f"{_SEARCHED} LIKE :q ESCAPE '!'")
         escaped = "".join(f"!{c}" if c in "!%_" else c for c in wanted.q.lower())
         parameters["q"] = f"%{escaped}%"
+    if wanted.ended_since is not None:
+        parts.append("ended_at >= :ended_since")
+        parameters["ended_since"] = wanted.ended_since
     if after is not None:
         parts.append("(created_at, id) < (:after_at, :after_id)")
         parameters |= {"after_at": after[0], "after_id": after[1]}

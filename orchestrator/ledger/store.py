@@ -15,6 +15,7 @@ from orc.orchestrator.ledger.queries import (
     JobFilter,
     Page,
     conditions,
+    count_rows,
     decode_cursor,
     encode_cursor,
     read_events,
@@ -127,6 +128,11 @@ class Ledger:
             rows = read_rows(connection, wanted, after=begin, limit=limit + 1)
         last = rows[limit - 1] if len(rows) > limit else None
         return Page(rows[:limit], encode_cursor(last[7], last[0]) if last else None)
+
+    def counts(self, wanted: JobFilter) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+        """Return the numbers of jobs by state, and of those that have not ended by cluster and state."""
+        with self.database.read() as connection:
+            return count_rows(connection, wanted)
 
     def events(self, job_id: str) -> list[EventRecord]:
         """Return the job's history, oldest first."""

@@ -41,6 +41,7 @@ class Meter:
         flops: operations of one step on this rank; `None` until counted, and where they cannot be.
         loss: of the last backward, on its device.
         loss_reader: brings it to the host, where that is another device's.
+        told_loss: the loss in the newest line of metrics.
         may_count: asked once whether FLOPs can be counted.
         away_s: seconds of other work since the last step.
         other_s: seconds of evaluation, saving and loading.
@@ -54,6 +55,7 @@ class Meter:
         self.flops: int | None = None
         self.loss: Tensor | None = None
         self.loss_reader: LossReader | None = None
+        self.told_loss: float | None = None
         self._told_tokens = False
         self._passes: list[_Pass] = []
         self.may_count: Callable[[], bool] = lambda: True

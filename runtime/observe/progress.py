@@ -6,7 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orc.runtime.logging import get_logger
 
@@ -23,7 +23,7 @@ class ProgressFile:
         self.path = path
         self.interval_s = interval_s
         self._next = 0.0
-        self._latest: tuple[int, int, int] | None = None  # not written yet
+        self._latest: dict[str, Any] | None = None  # not written yet
 
     @classmethod
     def of(cls, context: RunContext) -> ProgressFile | None:
@@ -34,9 +34,10 @@ class ProgressFile:
         node = Path(attempt) / f"node-{context.node_rank}"
         return cls(node / "progress.json") if node.is_dir() else None
 
-    def update(self, step: int, epoch: int, samples: int) -> None:
-        """Optimizer *step* of the run, *epoch*, and *samples* of that epoch taken by all ranks."""
-        self._latest = (step, epoch, samples)
+    def update(self, step: int, epoch: int, samples: int, **more: float | None) -> None:
+        """Optimizer *step* of the run, *epoch*, *samples* of it taken by all ranks, and what *more* is known."""
+        known = {name: value for name, value in more.items() if value is not None}
+        self._latest = {"step": step, "epoch": epoch, "samples": samples, **known}
         if time.monotonic() >= self._next:
             self.flush()
 
@@ -44,11 +45,10 @@ class ProgressFile:
         """Write what is not written yet. A file that cannot be written is reported once and then left alone."""
         if self._latest is None:
             return
-        step, epoch, samples = self._latest
+        content = {**self._latest, "at": time.time()}
         self._latest = None
         self._next = time.monotonic() + self.interval_s
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        content = {"step": step, "epoch": epoch, "samples": samples, "at": time.time()}
         try:
             temporary.write_text(json.dumps(content))
             temporary.replace(self.path)

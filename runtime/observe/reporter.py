@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from orc.runtime.engine import Engine
 
 FILE = "metrics.jsonl"
+RANKS_FILE = "ranks.json"  # the newest window of each rank
 # The first window is short, so that a run shows a curve soon; each is longer than the one before, up to the interval.
 FIRST_WINDOW_S = 1.0
 WINDOW_GROWTH = 1.5
@@ -127,6 +128,7 @@ class Reporter:
         memory = device_memory(self.context.device)
         note_memory(self.context, memory)
         self._windows[self.context.rank] = {
+            "step": self._step,
             "steps": int(steps),
             "window_s": wall,
             "step_s": step_s,
@@ -161,7 +163,7 @@ class Reporter:
         }
         loss = self._loss(last)
         if loss is not None:
-            line["loss"] = loss
+            line["loss"] = self.meter.told_loss = loss
         if self.extra is not None:
             line.update(self.extra())
         text = json.dumps({name: _short(value) for name, value in line.items()}) + "\n"
@@ -171,9 +173,24 @@ class Reporter:
                 os.write(fd, text.encode())  # one write: readers never see half a line
             finally:
                 os.close(fd)
+            self._write_ranks(self.path.with_name(RANKS_FILE))
         except OSError as error:
             self.path = None  # training is worth more than telling about it
             get_logger(__name__).warning(f"metrics are not written any more: {error}")
+
+    def _write_ranks(self, path: Path) -> None:
+        """Write how each rank gets on, in place of what was written before; one rank alone is in the metrics."""
+        if len(self._windows) < 2:
+            return
+        job = self.context.env.job
+        ranks = {
+            rank: {name: _short(window[name]) for name in ("step", "step_s", "data_wait")}
+            for rank, window in sorted(self._windows.items())
+        }
+        content = {"at": time.time(), "attempt": job.attempt, "restart": job.restart, "ranks": ranks}
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(content))
+        temporary.replace(path)
 
     def _loss(self, last: bool) -> float | None:
         """The last loss that is known on the host; of the *last* line the last one, which is waited for."""

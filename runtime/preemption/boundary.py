@@ -95,7 +95,8 @@ class Boundary:
         if self._meter is not None:
             self._meter.step(loader)
         if self._progress is not None:
-            self._progress.update(step, loader.epoch, loader.samples_seen)
+            loss = self._meter.told_loss if self._meter is not None else None
+            self._progress.update(step, loader.epoch, loader.samples_seen, of=_length(loader), loss=loss)
         if self._alone and self._checkpoints.background.failed:
             self._checkpoints.finish()
         if self._preemption.tick():
@@ -127,3 +128,11 @@ class Boundary:
             print(f"orc: {message}", file=sys.stderr, flush=True)  # noqa: T201
         self._preemption.leaving = True
         raise Preempted(message)
+
+
+def _length(loader: Any) -> int | None:
+    """Return the samples of an epoch of *loader*; `None` where its dataset does not know."""
+    try:
+        return int(loader.total_dataset_length)
+    except (AttributeError, NotImplementedError, TypeError):
+        return None

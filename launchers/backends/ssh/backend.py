@@ -105,6 +105,10 @@ class SshBackend(Backend):
         """Return hosts in the order of the cluster's list, as many as are free up to the job's maximum."""
         return placing.place(job, self.settings, taken, avoid)
 
+    def capacity(self) -> dict[str, int]:
+        """Return the slots of each host of the cluster."""
+        return {host.name: host.slots or 0 for host in self.settings.hosts}
+
     def candidates(self, job: JobSpec) -> Collection[str]:
         """Return every host that has the slots and labels that *job* requests."""
         return placing.candidates(job, self.settings)

@@ -53,7 +53,7 @@ def progress(values: Mapping[str, Any]) -> str:
     """Return ``epoch 3  step 120  loss 0.2134``; empty when the runtime reported nothing."""
     shown = []
     first = [key for key in ("epoch", "step", "loss") if key in values]
-    others = [key for key in values if key not in (*first, "at", "samples")]  # when, and how far into the epoch
+    others = [key for key in values if key not in (*first, "at", "samples", "of")]  # when, and how far into the epoch
     for key in [*first, *others]:
         value = values[key]
         if isinstance(value, float):

@@ -1,51 +1,20 @@
-"""Lines of logs: their times, those that are requested, and several logs as one in the order of time.
-
-Ranks write what they like; orc puts no time before it. A line's time is what stands near its beginning in the form of
-ISO 8601, as Python's logging and most others write it; a line without one has that of the line before it in its log.
-"""
+"""Lines of logs: those that are requested, and several logs as one in the order of time."""
 
 from __future__ import annotations
 
-import datetime
 import heapq
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from orc.launchers.attempts.logs import LogChunk, LogSelector
+from orc.orchestrator.insight.log_times import LONGEST, NEAR, TIME, UNKNOWN, Clock, lines_of, split_lines
 
 if TYPE_CHECKING:
     from orc.orchestrator.cli.ui.tail import Sink
     from orc.orchestrator.clients.surface import JobsClient
 
-UNKNOWN = float("-inf")  # the time of lines before the first that has one
-_LONGEST = 1 << 20  # bytes of a line; what is longer is taken for several: memory stays flat
-_NEAR = 64  # bytes at the beginning of a line in which its time is looked for
 _LOOK = 64 << 10  # bytes of a log in which a time is looked for at all
-_TIME = re.compile(rb"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?(Z|[+-]\d\d:?\d\d)?")
-
-
-class Clock:
-    """Reader of the times of lines; remembers the last second, which is mostly that of the next line."""
-
-    def __init__(self) -> None:
-        self._last: tuple[bytes, bytes | None] = (b"", None)
-        self._at = UNKNOWN
-
-    def time_of(self, line: bytes) -> float | None:
-        """Return the time that *line* begins with, in seconds since the epoch; a time without a zone is local."""
-        found = _TIME.search(line, 0, _NEAR)
-        if found is None:
-            return None
-        second, fraction, zone = found.groups()
-        if (second, zone) != self._last:
-            try:
-                text = second.decode() + (zone or b"").decode().replace("Z", "+00:00")
-                self._at = datetime.datetime.fromisoformat(text).timestamp()
-            except (ValueError, OverflowError, OSError):  # the 45th of a month
-                return None
-            self._last = (second, zone)
-        return self._at + (int(fraction) / 10 ** len(fraction) if fraction else 0.0)
 
 
 class LineFilter:
@@ -62,7 +31,7 @@ class LineFilter:
         key = (attempt, chunk.selector)
         if before := self._rest.pop(key, None):
             chunk = LogChunk(chunk.selector, before.offset, before.data + chunk.data)
-        whole = len(chunk.data) if len(chunk.data) > _LONGEST else 0
+        whole = len(chunk.data) if len(chunk.data) > LONGEST else 0
         whole = chunk.data.rfind(b"\n") + 1 or whole
         if whole < len(chunk.data):
             self._rest[key] = LogChunk(chunk.selector, chunk.offset + whole, chunk.data[whole:])
@@ -75,7 +44,7 @@ class LineFilter:
             return
         clock, at = self._clocks.get(key, (Clock(), UNKNOWN))
         offset = chunk.offset
-        for line in chunk.data.splitlines(keepends=True) if b"\r" not in chunk.data else _split(chunk.data):
+        for line in chunk.data.splitlines(keepends=True) if b"\r" not in chunk.data else split_lines(chunk.data):
             if self._since is not None:
                 known = clock.time_of(line)
                 at = at if known is None else known
@@ -99,33 +68,6 @@ class LineFilter:
         self._inner.finish()
 
 
-def _split(data: bytes) -> list[bytes]:
-    """Return *data* as lines that end with a line feed; a carriage return ends none."""
-    lines = [line + b"\n" for line in data.split(b"\n")]
-    last = lines.pop()[:-1]
-    return [*lines, last] if last else lines
-
-
-def lines_of(chunks: Iterable[LogChunk], start: int) -> Iterator[tuple[float, int, bytes]]:
-    """Yield ``(time, offset, line)`` of a log, whose first byte is at *start*; times never fall."""
-    clock, at, offset, rest = Clock(), UNKNOWN, start, b""
-    for chunk in chunks:
-        data = rest + chunk.data
-        end = data.rfind(b"\n") + 1
-        if not end and len(data) > _LONGEST:
-            end = len(data)
-        rest = data[end:]
-        for line in _split(data[:end]):
-            known = clock.time_of(line)
-            # One clock that was set back must not hold up a whole log: its order is that in which it was written.
-            at = at if known is None else max(at, known)
-            yield at, offset, line
-            offset += len(line)
-    if rest:
-        known = clock.time_of(rest)
-        yield at if known is None else max(at, known), offset, rest
-
-
 def have_times(client: JobsClient, job_id: str, attempt: int, selectors: Sequence[LogSelector]) -> bool:
     """Return True where one of the logs has times, by its beginning."""
     for selector in selectors:
@@ -134,7 +76,7 @@ def have_times(client: JobsClient, job_id: str, attempt: int, selectors: Sequenc
             beginning += chunk.data
             if len(beginning) >= _LOOK:
                 break
-        if any(_TIME.search(line, 0, _NEAR) for line in beginning[:_LOOK].split(b"\n")):
+        if any(TIME.search(line, 0, NEAR) for line in beginning[:_LOOK].split(b"\n")):
             return True
     return False
 

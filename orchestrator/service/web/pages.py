@@ -103,6 +103,13 @@ def group_page(request: Request, group_id: str) -> Response:
     return page_of_a_session(request, "group.html", group_id=group_id)
 
 
+@router.get("/compare")
+@public
+def compare_page(request: Request) -> Response:
+    """Return the page that puts jobs side by side."""
+    return page_of_a_session(request, "compare.html")
+
+
 @router.get("/clusters")
 @public
 def clusters_page(request: Request) -> Response:

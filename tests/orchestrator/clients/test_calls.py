@@ -73,9 +73,17 @@ def test_each_call_answers_with_the_keys_of_its_model_and_no_others(
         client.wait([member.job.id for member in group.members], timeout_s=120)
         ask("retry_group", group.id)
         ask("retry_notifications", job.id)
-        for name in ("list_jobs", "list_groups", "list_schedules", "list_clusters", "list_notifications", "who_am_i"):
+        for name in (
+            "list_jobs",
+            "count_jobs",
+            "list_groups",
+            "list_schedules",
+            "list_clusters",
+            "list_notifications",
+            "who_am_i",
+        ):
             ask(name)
-        for name in ("get_job", "list_events", "list_logs", "read_metrics", "read_plan"):
+        for name in ("get_job", "list_events", "list_logs", "merge_logs", "read_metrics", "read_ranks", "read_plan"):
             ask(name, job.id)
         ask("resolve_job", "@last")
         ask("get_group", group.id, metrics=True)

@@ -189,3 +189,13 @@ def test_a_position_is_a_text(given):
 def test_what_is_no_position_is_refused(given):
     with pytest.raises(ValueError, match="no such position"):
         Position.from_text(given)
+
+
+def test_curves_know_when_each_step_was_and_where_each_attempt_went_on():
+    curves = Curves()
+    for one in (line(10, loss=1), line(20, loss=1), line(30, loss=1), line(20, attempt=2, loss=1), line(5, attempt=3)):
+        curves.add(one)
+    assert curves.times.points(9) == [(5, 3e6 + 5)]
+    assert curves.begins == [(5, 3)]
+    curves.add(line(8, attempt=4, loss=1))
+    assert curves.begins == [(5, 3), (8, 4)]

@@ -197,3 +197,19 @@ def test_nothing_is_prunable_in_a_crowd_of_the_newest(crowded):
     with crowded.read() as connection:
         assert prunable(connection, PruneRule(0.0)) == []
         assert len(prunable(connection, PruneRule(1e9), 7)) == 7
+
+
+def test_jobs_are_counted_by_state_and_those_that_have_not_ended_by_cluster(ledger, put):
+    put("a", cluster="near", owner="ann")
+    put("b", cluster="far")
+    put("c", cluster="far")
+    with ledger.transaction() as tx:
+        tx.record(tx.find("c"), Event(Kind.JOB_CANCELLED), job_set={"ended_at": 50.0})
+    assert ledger.counts(JobFilter()) == (
+        {"QUEUED": 2, "CANCELLED": 1},
+        {"near": {"QUEUED": 1}, "far": {"QUEUED": 1}},
+    )
+    assert ledger.counts(JobFilter(owner="ann")) == ({"QUEUED": 1}, {"near": {"QUEUED": 1}})
+    assert ledger.counts(JobFilter(ended_since=50.0)) == ({"CANCELLED": 1}, {})
+    assert [row[0] for row in ledger.page(JobFilter(ended_since=50.0)).rows] == ["c"]
+    assert ledger.counts(JobFilter(ended_since=50.1)) == ({}, {})

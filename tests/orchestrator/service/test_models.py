@@ -97,6 +97,7 @@ def ask_for_everything(made: Running, client: ServiceClient, home: Path) -> None
     measured = made.state_dir / "fake" / "files" / f"orc-{job}" / "metrics.jsonl"
     measured.parent.mkdir(parents=True)
     measured.write_text('{"step": 1, "loss": 2}\n')
+    measured.with_name("ranks.json").write_text('{"at": 1, "ranks": {"0": {"step": 1}}}')
     group = client.submit_group(load_jobs(home / "sweep.yaml")).id
     schedule = client.create_schedule(load_job(home / "job.yaml"), "0 3 * * *").id
     made.backend.set(f"orc-{again}-a1", Phase.FAILED, cause="crash", reason="r")
@@ -108,9 +109,29 @@ def ask_for_everything(made: Running, client: ServiceClient, home: Path) -> None
         token = http.post("/api/v1/tokens", json={"user": "linus"}).json()["id"]
         http.delete(f"/api/v1/tokens/{token}")
         http.put("/api/v1/quotas", json={"scope": "user", "name": "ada", "resource": "jobs", "amount": 9})
-        for path in ("me", "jobs", "clusters", "clusters/local/queue", "tokens", "audit", "quotas", "schedules"):
+        for path in (
+            "me",
+            "jobs",
+            "job-counts",
+            "clusters",
+            "clusters/local/queue",
+            "tokens",
+            "audit",
+            "quotas",
+            "schedules",
+        ):
             http.get(f"/api/v1/{path}")
-        for path in ("", "/events", "/logs", "/metrics", "/metrics?points=5", "/plan", "/log/search?q=h"):
+        for path in (
+            "",
+            "/events",
+            "/logs",
+            "/metrics",
+            "/metrics?points=5",
+            "/ranks",
+            "/merged-log",
+            "/plan",
+            "/log/search?q=h",
+        ):
             http.get(f"/api/v1/jobs/{job}{path}")
         for path in ("notifications", "costs", "groups", f"groups/{group}?metrics=true", f"resolve?ref={job}"):
             http.get(f"/api/v1/{path}")

@@ -18,7 +18,13 @@ from orc.orchestrator.service import slow_reads
 
 JOB = "digits-aaaaaa"
 SLOW = (f"jobs/{JOB}/metrics?points=10", f"jobs/{JOB}/metrics", f"jobs/{JOB}/logs", f"diff?a={JOB}&b={JOB}")
-SLOW += ("groups/@last?metrics=true", f"jobs/{JOB}/log", f"jobs/{JOB}/log/search?q=x")
+SLOW += (
+    f"jobs/{JOB}/ranks",
+    f"jobs/{JOB}/merged-log",
+    "groups/@last?metrics=true",
+    f"jobs/{JOB}/log",
+    f"jobs/{JOB}/log/search?q=x",
+)
 
 
 class Held:
@@ -138,7 +144,17 @@ def test_all_routes_that_ask_clusters_are_among_the_slow_ones(service: Running) 
         for path in (*SLOW, "clusters/local/queue"):
             viewer.get(f"/api/v1/{path}")
     assert seen.keys() == {
-        *("read_metrics", "list_logs", "diff_jobs", "get_group", "read_log", "find_in_log", "read_queue")
+        *(
+            "read_metrics",
+            "read_ranks",
+            "list_logs",
+            "merge_logs",
+            "diff_jobs",
+            "get_group",
+            "read_log",
+            "find_in_log",
+            "read_queue",
+        )
     }
 
 

@@ -325,6 +325,9 @@ def test_rank_0_writes_what_all_ranks_measured(job, run_ranks):
     written = lines(job)
     assert written[-2]["ranks"] == written[-1]["ranks"] == 2
     assert written[-1]["step"] == steps
+    told = json.loads((job / "ranks.json").read_text())["ranks"]
+    assert set(told) == {"0", "1"}
+    assert all(0 < rank["step"] <= steps and rank["step_s"] > 0 for rank in told.values())
     for line in written:
         assert line["step_s_min"] <= line["step_s"] <= line["step_s_max"]
         own = 4 / line["samples_per_s"]  # rank 0's time per step: all ranks have the same batch together

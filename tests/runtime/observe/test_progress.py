@@ -18,6 +18,11 @@ def test_progress_is_written_at_most_once_per_interval(tmp_path):
     file.flush()
     content = json.loads(file.path.read_text())
     assert (content["step"], content["epoch"], content["samples"]) == (2, 0, 16)
+    file.update(3, 0, 24, of=None, loss=0.5)
+    file.flush()
+    content = json.loads(file.path.read_text())
+    assert content["loss"] == 0.5
+    assert "of" not in content
     assert [entry.name for entry in tmp_path.iterdir()] == ["progress.json"]
 
 
@@ -28,7 +33,7 @@ def test_a_directory_that_is_gone_does_not_stop_training(tmp_path, caplog):
     assert sum("progress is not reported any more" in record.message for record in caplog.records) == 1
 
 
-def test_rank_0_of_a_job_tells_step_epoch_and_samples(tmp_path, monkeypatch):
+def test_rank_0_of_a_job_tells_step_epoch_samples_and_how_many_an_epoch_has(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ORC_ATTEMPT_DIR", str(tmp_path))
@@ -46,4 +51,4 @@ def test_rank_0_of_a_job_tells_step_epoch_and_samples(tmp_path, monkeypatch):
     accelerator._watching.boundary._preemption.close()
     reset_default()
     content = json.loads((tmp_path / "node-0" / "progress.json").read_text())
-    assert (content["step"], content["epoch"], content["samples"]) == (8, 1, 8)
+    assert (content["step"], content["epoch"], content["samples"], content["of"]) == (8, 1, 8, 8)

@@ -13,6 +13,14 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** Return a new element of a drawing. */
+export function s(tag, attributes = {}, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
 export const $ = (id) => document.getElementById(id);
 
 /** Replace the children of *element*, if they would look different; return true when they do. */

@@ -32,9 +32,16 @@ export function time(at, relative = true) {
   return h("time", { datetime: iso, title: clock(at), "data-at": relative ? at : null }, relative ? ago(at) : clock(at));
 }
 
+/** Return how long something has taken, or takes since *from*: a text that stays right. */
+export function lasts(from, to) {
+  if (!from) return h("span", { class: "muted" }, "–");
+  return h("span", { "data-since": to ? null : from }, duration((to ?? Date.now() / 1000) - from));
+}
+
 setInterval(() => {
-  for (const element of document.querySelectorAll("time[data-at]")) {
-    const text = ago(Number(element.dataset.at));
+  for (const element of document.querySelectorAll("time[data-at], span[data-since]")) {
+    const { at, since } = element.dataset;
+    const text = at ? ago(Number(at)) : duration(Date.now() / 1000 - Number(since));
     if (element.textContent !== text) element.textContent = text;
   }
 }, 5000);
@@ -57,7 +64,7 @@ export function bytes(n) {
 /** Return a job's progress as `epoch 3  step 120  loss 0.21`. */
 export function progress(values) {
   const first = ["epoch", "step", "loss"].filter((key) => key in values);
-  const others = Object.keys(values).filter((key) => ![...first, "at", "samples"].includes(key));
+  const others = Object.keys(values).filter((key) => ![...first, "at", "samples", "of"].includes(key));
   return [...first, ...others]
     .filter((key) => ["number", "string"].includes(typeof values[key]))
     .map((key) => `${key} ${typeof values[key] === "number" ? number(values[key]) : values[key]}`)
@@ -73,3 +80,12 @@ export function flatten(value, path = "") {
 
 /** Return a value as one line of YAML. */
 export const yaml = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
+/** Return a share as whole percents; what is not done is never 100 %. */
+export const percent = (share) => `${share < 1 ? Math.min(Math.floor(share * 100), 99) : 100} %`;
+
+/** Return amounts by currency. */
+export const money = (cost) => Object.entries(cost).map(([currency, amount]) => `${amount.toFixed(2)} ${currency}`).join(" + ");
+
+/** Return the nodes and GPUs of a job. */
+export const sizeOf = (nodes, gpus) => `${nodes} ${nodes === 1 ? "node" : "nodes"}${gpus ? `, ${gpus} ${gpus === 1 ? "GPU" : "GPUs"}` : ""}`;

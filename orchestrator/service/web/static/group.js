@@ -2,12 +2,14 @@
 import { api, connection, query, stream } from "./api.js";
 import { $, fill, h, problem } from "./dom.js";
 import { badge, number, time } from "./format.js";
+import { parallel } from "./parallel.js";
 import "./shell.js";
 
 const id = $("title").dataset.group;
 const show = (value) => (typeof value === "number" ? number(value) : typeof value === "string" ? value : value === undefined || value === null ? "–" : JSON.stringify(value));
 const best = new Map(); // by job: the lowest loss that it has measured
 const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
+const COMPARED = 8;
 const MEASURED = 32; // members whose metrics are asked for
 let ids = new Set();
 
@@ -47,7 +49,8 @@ async function load() {
   const counts = Object.entries(Object.groupBy(members, (member) => member.state));
   $("summary").hidden = !counts.length;
   fill($("summary"), h("div", { class: "line" }, counts.map(([state, list]) => [badge(state), h("span", {}, String(list.length))]),
-    h("a", { href: `/${query({ group: id })}` }, "In the table of jobs"), group.created_at ? h("span", { class: "muted" }, "created ", time(group.created_at)) : null));
+    h("a", { href: `/${query({ group: id })}` }, "In the table of jobs"),
+    members.length > 1 && members.length <= COMPARED ? h("a", { href: `/compare${query({ job: members.map((member) => member.id) })}` }, "Compare all") : null, group.created_at ? h("span", { class: "muted" }, "created ", time(group.created_at)) : null));
   table(members);
   await measure(members);
   table(members);
@@ -58,6 +61,17 @@ function table(members) {
   const staged = members.some((member) => member.stage);
   const losses = members.map((member) => best.get(member.id)?.loss ?? null);
   const lowest = Math.min(...losses.filter((loss) => loss !== null));
+  const winner = members.find((member, index) => losses[index] !== null && losses[index] === lowest);
+  const runs = members.map((member, index) => ({
+    href: `/jobs/${encodeURIComponent(member.id)}`, title: `${member.id}: best loss ${show(losses[index])}`, best: member === winner,
+    values: { ...member.parameters, "best loss": losses[index] },
+  }));
+  const drawn = keys.length && winner ? parallel([...keys, "best loss"], runs) : null;
+  $("runs").hidden = !drawn;
+  if (drawn) {
+    fill($("runs"), h("h2", {}, "Runs"), h("p", {}, "Best run: ", h("a", { href: `/jobs/${encodeURIComponent(winner.id)}` }, winner.id), ` with a loss of ${show(lowest)}`,
+      h("span", { class: "muted" }, ` (${keys.map((key) => `${key} ${show(winner.parameters[key])}`).join(", ")})`)), drawn);
+  }
   const columns = [["#", "number"], ["State"], ["Job"], ...(staged ? [["Stage"]] : []), ...keys.map((key) => [key]), ...(lowest < Infinity ? [["Best loss", "number"]] : [])];
   fill($("members"), members.length ? h("table", { "aria-label": "Members" },
     h("thead", {}, h("tr", {}, columns.map(([text, name]) => h("th", { scope: "col", class: name }, text)))),

@@ -4,9 +4,11 @@ import { draw } from "./charts.js";
 import { clone } from "./clone.js";
 import { diagnose } from "./diagnosis.js";
 import { $, fill, h, problem, toast } from "./dom.js";
-import { badge, duration, progress, time } from "./format.js";
-import { ended, lastLine, openLog } from "./log.js";
-import { showRanks, tailed } from "./ranks.js";
+import { badge, duration, sizeOf, time } from "./format.js";
+import { showHeadline } from "./headline.js";
+import { closeLog, ended, lastLine, openLog } from "./log.js";
+import { closeMerged, openMerged } from "./merged_log.js";
+import { shape, showRanks, tailed } from "./ranks.js";
 import { me } from "./shell.js";
 import { showAttempts, showEvents } from "./timeline.js";
 
@@ -19,6 +21,9 @@ let job = null;
 let attempt = null; // number that the ranks and the log are of; null: the newest
 let opened = ""; // the log that is open, as text
 const tails = new Map();
+let speeds = {}; // by rank
+let measured = { series: {} };
+let cost = null;
 
 const chosen = () => job.attempts.find(({ number }) => number === attempt) ?? job.attempts.at(-1);
 
@@ -28,13 +33,13 @@ function facts() {
     Owner: job.owner ? link("owner", job.owner) : null,
     Project: job.project || null,
     Cluster: [link("cluster", job.cluster), ` (${job.backend})`],
+    Size: sizeOf(shape(job)[0], shape(job)[0] * (job.spec.resources?.gpus_per_node || 0)),
     Created: time(job.created_at),
     Elapsed: duration((job.ended_at ?? Date.now() / 1000) - job.created_at),
     "Next attempt": job.next_attempt_at && !job.ended_at ? time(job.next_attempt_at) : null,
     "Not before": job.not_before && !job.ended_at ? time(job.not_before) : null,
     Deadline: job.deadline_at ? time(job.deadline_at) : null,
     Priority: job.priority || null,
-    Progress: !job.ended_at && progress(chosen()?.progress ?? {}) || null,
     Tags: Object.keys(job.tags).length ? Object.entries(job.tags).map(([key, value]) =>
       h("a", { class: "tag", href: `/${query({ tag: `${key}=${value}` })}` }, `${key}=${value}`)) : null,
     [NATIVE[job.backend] ?? "Native id"]: chosen()?.native_id || null,
@@ -45,7 +50,7 @@ function facts() {
   fill($("facts"), shown.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
   const links = [];
   if (job.group_id) links.push(h("dt", {}, "Group"), h("dd", {}, h("a", { href: `/groups/${encodeURIComponent(job.group_id)}` }, job.group_id)));
-  if (job.source.startsWith("job:")) links.push(h("dt", {}, "Resubmission of"), h("dd", {}, h("a", { href: `/jobs/${encodeURIComponent(job.source.slice(4))}` }, job.source.slice(4))));
+  if (job.source.startsWith("job:")) links.push(h("dt", {}, "Resubmission of"), h("dd", {}, h("a", { href: `/jobs/${encodeURIComponent(job.source.slice(4))}` }, job.source.slice(4)), " ", h("a", { href: `/compare${query({ job: [job.source.slice(4), id] })}` }, "compare")));
   for (const needed of job.spec.depends_on ?? []) {
     const [other, condition] = needed.split(":"); // JOB[:CONDITION]
     links.push(h("dt", {}, "Depends on"), h("dd", {}, h("a", { href: `/jobs/${encodeURIComponent(other)}` }, other), condition ? ` (${condition})` : ""));
@@ -74,7 +79,14 @@ function choose() {
   if (!of || !number) return;
   opened = JSON.stringify([number, of]);
   const over = ENDED.includes(job.state) || number !== job.attempts.at(-1).number;
-  openLog({ id, ended: over }, { attempt: number, ...of });
+  const merged = Boolean(of.all);
+  for (const part of ["follow", "earlier", "log-search"]) $(part).hidden = merged;
+  closeMerged();
+  if (!merged) openLog({ id, ended: over }, { attempt: number, ...of });
+  else {
+    closeLog();
+    openMerged(id, number, () => !ENDED.includes(job.state) && number === job.attempts.at(-1).number);
+  }
 }
 
 /** Fill the selection of logs; the first rank's, or that of the rank that failed first, is opened. */
@@ -86,6 +98,7 @@ async function selectors() {
   $("log-attempt").value = current.number;
   const { logs } = await api(`${path}/logs${query({ attempt: current.number })}`);
   const options = logs.map((of) => h("option", { value: JSON.stringify(of.rank !== null && of.rank !== undefined ? { rank: of.rank } : of.node !== null && of.node !== undefined ? { node: of.node } : { launcher: true }) }, nameOf(of)));
+  if (logs.filter(({ rank }) => rank !== null && rank !== undefined).length > 1) options.push(h("option", { value: JSON.stringify({ all: true }) }, "all ranks by time"));
   const kept = $("log-of").value;
   fill($("log-of"), options);
   $("log-card").hidden = !options.length;
@@ -103,12 +116,19 @@ async function refreshTails() {
     const line = await lastLine(id, current.number, rank).catch(() => "");
     if (line) tails.set(rank, line);
   }));
-  showRanks(job, current, tails, showLog);
+  if (current === job.attempts.at(-1) && shape(job)[0] * shape(job)[1] > 1) speeds = (await api(`${path}/ranks`)).ranks;
+  showRanks(job, current, tails, speeds, showLog);
 }
 
 async function refreshMetrics() {
-  const { series } = await api(`${path}/metrics?points=600`);
-  draw(series);
+  measured = await api(`${path}/metrics?points=600`);
+  draw([{ name: id, ...measured }]);
+  showHeadline(job, measured.series, cost);
+}
+
+async function refreshCost() {
+  cost = (await api(`costs${query({ job: id })}`)).total;
+  showHeadline(job, measured.series, cost);
 }
 
 function actions(user) {
@@ -137,11 +157,12 @@ async function load() {
   ended(ENDED.includes(job.state));
   diagnose(job, showLog);
   facts();
-  showRanks(job, chosen(), tails, showLog);
+  showHeadline(job, measured.series, cost);
+  showRanks(job, chosen(), tails, speeds, showLog);
   showAttempts(job);
   fill($("spec").querySelector("pre"), JSON.stringify(job.spec, null, 2));
   me.then(actions);
-  const rest = [api(`${path}/events`).then(({ events }) => showEvents(events)), selectors(), refreshTails(), refreshMetrics()];
+  const rest = [api(`${path}/events`).then(({ events }) => showEvents(events)), selectors(), refreshTails(), refreshMetrics(), refreshCost()];
   for (const outcome of await Promise.allSettled(rest)) {
     if (outcome.reason?.status) console.warn(outcome.reason.message);
   }
@@ -163,7 +184,8 @@ $("log-of").onchange = choose;
 $("log-attempt").onchange = () => {
   attempt = Number($("log-attempt").value);
   tails.clear();
-  showRanks(job, chosen(), tails, showLog);
+  speeds = {};
+  showRanks(job, chosen(), tails, speeds, showLog);
   selectors();
   refreshTails();
 };
@@ -208,5 +230,5 @@ setInterval(() => {
   if (!job || document.hidden || ENDED.includes(job.state)) return;
   facts();
   showAttempts(job);
-  Promise.allSettled([$("log-card").hidden && selectors(), refreshTails(), refreshMetrics()]);
+  Promise.allSettled([api(path).then((found) => { job = found; }), $("log-card").hidden && selectors(), refreshTails(), refreshMetrics(), refreshCost()]);
 }, 5000);

@@ -140,6 +140,14 @@ export async function openLog(about, choice) {
   }
 }
 
+/** Stop following: another log takes the place. */
+export function closeLog() {
+  turn += 1;
+  close?.();
+  close = job = null;
+  press(false);
+}
+
 /** Note that the job has ended or goes on. */
 export function ended(value) {
   if (job) job.ended = value;

@@ -39,7 +39,7 @@ def test_every_text_can_be_read_on_what_is_behind_it(theme):
 
 def test_no_page_loads_or_names_anything_of_another_host():
     for path in OURS:
-        text = path.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # the name of a language
         assert not re.search(r"https?://|@import|\burl\([^)]", text), path.name
 
 
@@ -88,3 +88,7 @@ def test_every_id_that_a_script_uses_is_in_a_template():
 def test_a_name_in_the_address_stays_text():
     body = bytes(pages.page("job.html", job_id='"><script>alert(1)</script>').body).decode()
     assert "<script>alert" not in body
+
+
+def test_all_scripts_together_are_small():
+    assert sum(path.stat().st_size for path in STATIC.rglob("*.js")) <= 200_000

@@ -113,5 +113,5 @@ def test_a_job_that_waits_has_no_empty_sections(service, visit, trained):
 def test_facts_are_called_by_the_words_of_the_cluster(visit, trained):
     facts = visit(f"/jobs/{trained.id}").locator("#facts")
     expect(facts.locator("dt")).to_have_text(
-        ["Owner", "Cluster", "Created", "Elapsed", "Directory", "Job file", "Snapshots"]
+        ["Owner", "Cluster", "Size", "Created", "Elapsed", "Directory", "Job file", "Snapshots"]
     )

@@ -183,7 +183,7 @@ def test_filters_search_and_the_page_after_are_asked_of_the_service(service, vis
     expect(page.locator("#rows tr", has_text="old-000059")).to_be_visible()
     assert page.locator("#rows img, #rows script").count() == 0
     expect(more).to_be_hidden()
-    page.get_by_label("State").select_option(label="Failed")
+    page.locator("#chips button[data-state=FAILED]").first.click()
     page.get_by_label("Search names and ids").fill(failed.id)
     expect(page.locator("#rows tr")).to_have_count(1)
     expect(page.locator("#rows .tag")).to_have_text(f"note={HOSTILE}")
@@ -320,7 +320,7 @@ def test_the_page_of_a_sweep_has_parameters_states_and_the_lowest_loss(service, 
     expect(rows.nth(1)).to_contain_text(second)
     expect(rows.nth(1)).to_contain_text("0.2")
     expect(page.locator("#members strong")).to_have_text("0.25")
-    page.get_by_role("link", name=first).click()
+    page.get_by_role("link", name=first, exact=True).click()
     expect(page.get_by_role("link", name=sweep.id)).to_be_visible()
 
 
