@@ -179,7 +179,7 @@ class Client(JobsClient):
         view = self.job(new.id)
         if view.state != JobState.QUEUED:
             return view
-        self.refresh([new.id])  # whoever seems to be in its way may have left since somebody looked
+        self.refresh([new.id])  # the jobs that seem to be in its way may have ended since
         return self.job(new.id)
 
     def cancel(

@@ -13,7 +13,10 @@ import typing
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Annotated, Any, Union, cast
+from typing import TYPE_CHECKING, Annotated, Any, Union, cast
+
+if TYPE_CHECKING:
+    from typing import Self
 
 _PLAIN: Mapping[Any, tuple[type, ...]] = {str: (str,), bool: (bool,), int: (int,), float: (int, float)}
 
@@ -27,6 +30,13 @@ class View:
         """Return the JSON-able form."""
         encoded: dict[str, Any] = encode(self)
         return encoded
+
+    @classmethod
+    def from_record(cls, record: object, **given: Any) -> Self:
+        """Return the view of *record*: its fields of the same names, but for those that are *given*."""
+        return cls(
+            **{name: getattr(record, name) for name in _names(cast(Hashable, cls)) if name not in given}, **given
+        )
 
 
 @functools.cache

@@ -46,21 +46,12 @@ class AttemptView(View):
     @classmethod
     def of(cls, record: AttemptRecord, failed_hosts: tuple[str, ...] = ()) -> AttemptView:
         """Return the view of records of the ledger."""
-        return cls(
-            record.number,
-            record.marker,
-            str(record.state),
-            record.cause,
-            record.reason,
-            record.handle["native_id"] if record.handle else None,
-            record.hosts,
-            record.submitted_at,
-            record.started_at,
-            record.ended_at,
-            record.restarts,
-            record.progress,
-            AttemptExit.from_dict(record.exit) if record.exit is not None else None,
-            failed_hosts,
+        return cls.from_record(
+            record,
+            state=str(record.state),
+            native_id=record.handle["native_id"] if record.handle else None,
+            exit=AttemptExit.from_dict(record.exit) if record.exit is not None else None,
+            failed_hosts=failed_hosts,
         )
 
 
@@ -115,32 +106,10 @@ class JobView(View):
         seen_at: float | None = None,
     ) -> JobView:
         """Return the view of records of the ledger."""
-        return cls(
-            job.id,
-            job.name,
-            job.cluster,
-            job.backend,
-            str(job.state),
-            job.reason,
-            job.created_at,
-            job.updated_at,
-            job.ended_at,
-            job.next_attempt_at,
-            job.cancel_requested_at,
-            tags,
-            spec,
-            job.digests,
-            job.source,
-            tuple(AttemptView.of(attempt, failed_hosts.get(attempt.number, ())) for attempt in attempts),
-            job.owner,
-            job.project,
-            job.priority,
-            job.group_id,
-            job.group_index,
-            job.not_before,
-            job.deadline_at,
-            seen_at,
-            share_done(spec, attempts[-1].progress) if attempts else None,
+        views = tuple(AttemptView.of(attempt, failed_hosts.get(attempt.number, ())) for attempt in attempts)
+        done = share_done(spec, attempts[-1].progress) if attempts else None
+        return cls.from_record(
+            job, state=str(job.state), tags=tags, spec=spec, attempts=views, seen_at=seen_at, share=done
         )
 
 
@@ -251,17 +220,5 @@ class ScheduleView(View):
     @classmethod
     def of(cls, record: ScheduleRecord) -> ScheduleView:
         """Return the view of a row."""
-        return cls(
-            record.id,
-            record.name,
-            record.owner,
-            record.cron,
-            record.timezone,
-            record.enabled,
-            record.next_at if record.enabled else None,
-            record.last_at,
-            record.last_job,
-            record.spec["missed"],
-            record.spec["overlap"],
-            record.source,
-        )
+        odd = {name: record.spec[name] for name in ("missed", "overlap")}
+        return cls.from_record(record, next_at=record.next_at if record.enabled else None, **odd)

@@ -101,7 +101,7 @@ class Workspace:
     def backend(self, cluster: str) -> Backend:
         """Return the backend of *cluster*, opened once. Raises `LaunchError` for a cluster that is not configured.
 
-        It reaches the cluster as whoever runs this process. What concerns jobs goes through `backend_of_user`.
+        It reaches the cluster as the user of this process. What concerns jobs goes through `backend_of_user`.
         """
         return self.open(Access(cluster))
 

@@ -10,6 +10,7 @@ from orc.launchers.agent.cleanup import kill_attempt, kill_descendants
 from orc.launchers.agent.completion import finish_gang
 from orc.launchers.agent.errors import EXIT_BUSY, EXIT_HELD, EXIT_LAUNCH, LaunchFailure, log_stderr
 from orc.launchers.agent.gpus import gpu_names
+from orc.launchers.agent.lease import say_held
 from orc.launchers.agent.node import Node
 from orc.launchers.agent.processes import become_subreaper, decode_wait_status, describe_exit, detach, load_libc
 from orc.launchers.agent.procfs import holder_runs, identity
@@ -74,10 +75,7 @@ class Gang:
         if create_json(path, lease):
             return 0
         held = read_json(path) or {}
-        log_stderr(
-            f"{self.config.marker} is held by {held.get('owner')} (pid {held.get('pid')} on "
-            f"{held.get('host')}); nothing was started"
-        )
+        say_held(self.config.marker, held)
         if not holder_runs(held):
             remove(os.path.join(self.attempt_dir, "secrets.json"))  # nobody is left to remove it
         return EXIT_HELD

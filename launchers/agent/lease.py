@@ -8,6 +8,11 @@ from orc.launchers.agent.errors import log_stderr
 from orc.launchers.agent.records import create_json, read_json, write_json
 from orc.launchers.agent.state import NodeState
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
 
 def take_lease(node: NodeState) -> bool:
     """Exactly one copy of this node's agent gets past this line."""
@@ -26,11 +31,14 @@ def take_lease(node: NodeState) -> bool:
             os.rename(before, os.path.join(node.dir, f"exit-r{int(held.get('restart', 0))}.json"))
         write_json(path, lease)
         return True
-    log_stderr(
-        f"node {node.node} of {node.config.marker} is held by {held.get('owner')} "
-        f"(pid {held.get('pid')} on {held.get('host')}); nothing was started"
-    )
+    say_held(f"node {node.node} of {node.config.marker}", held)
     return False
+
+
+def say_held(what: str, lease: Mapping[str, Any]) -> None:
+    """Print who holds *what*, as the *lease* of that agent says."""
+    holder = f"{lease.get('owner')} (pid {lease.get('pid')} on {lease.get('host')})"
+    log_stderr(f"{what} is held by {holder}; nothing was started")
 
 
 def succeeded_before(node: NodeState) -> bool:

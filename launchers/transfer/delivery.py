@@ -67,7 +67,7 @@ def sync(
     """Bring snapshots to the stores below the cluster roots of all targets.
 
     A host that fails does not keep the others from theirs: its report has the `error`. Hosts that see one file system
-    take turns, and what the first has brought is not sent again.
+    follow one another, and what the first has brought is not sent again.
 
     Args:
         bundles: Snapshots that are in *store*.

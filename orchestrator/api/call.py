@@ -15,7 +15,6 @@ from orc.orchestrator.schema import decode
 
 P = ParamSpec("P")
 R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
 PREFIX = "/api/v1"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 SLOW_S = 300.0  # of a call that does something at a cluster, which may have to be reached first

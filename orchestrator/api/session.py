@@ -7,13 +7,13 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.api.rights import Kind, Principal, without_places
 from orc.orchestrator.clients.errors import JobNotFound
-from orc.orchestrator.insight.curves import MeasuredJobs
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.schema import decode, encode
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Cluster
     from orc.orchestrator.api.call import Call, P, R
     from orc.orchestrator.engine.writing import PassReport
+    from orc.orchestrator.insight.curves import MeasuredJobs
     from orc.orchestrator.ledger.records import JobRecord
 
 
@@ -84,12 +85,18 @@ class LedgerSession:
             state_dir, Ledger(database, clock), backend_of or self._open_backend, clock=clock, sleep=sleep
         )
         self.caller = Caller(self.workspace.user)
-        self.measured = MeasuredJobs()
         self.serves = False  # many people, in a service: the addresses that their jobs bring along are limited
         # Another process could not use backends that exist in this one only.
         self._detaches = reconciler and backend_of is None
         self.workspace.on_live_job = self._start_reconciler
         self.workspace.subscribed = self.subscribed
+
+    @cached_property
+    def measured(self) -> MeasuredJobs:
+        """What was read of the measurements of jobs; a service has one for all sessions."""
+        from orc.orchestrator.insight.curves import MeasuredJobs
+
+        return MeasuredJobs()
 
     def __enter__(self) -> Self:
         return self

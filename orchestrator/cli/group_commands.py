@@ -24,7 +24,6 @@ _METRICS = ("loss", "accuracy")  # shown without being asked for, as far as ther
 
 def submit_group(loaded: LoadedGroup, *, reconciler: bool, yes: bool, as_json: bool) -> int:
     """Submit a group, print its id, and return the exit status."""
-
     client = open_client(reconciler=reconciler)
     with submission_progress(silent=as_json, yes=yes) as on_progress:
         view = client.submit_group(loaded, on_progress=on_progress)
@@ -39,7 +38,6 @@ def submit_group(loaded: LoadedGroup, *, reconciler: bool, yes: bool, as_json: b
 
 def preview(loaded: LoadedGroup, *, as_json: bool) -> None:
     """Print the jobs that a group would become."""
-
     limit = f", {loaded.max_parallel} at a time" if loaded.max_parallel else ""
     if as_json:
         members = [
@@ -115,7 +113,6 @@ def group_command(kind: str, what: str) -> click.Group:
     @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Largest number of lines.")
     @json_option
     def list_(limit: int, as_json: bool) -> None:
-
         found = open_client().groups(kinds=(kind,), limit=limit)
         if as_json:
             echo_json({"groups": [view.to_dict() for view in found]})
@@ -132,7 +129,6 @@ def group_command(kind: str, what: str) -> click.Group:
     @click.option("--refresh/--no-refresh", default=True, help="Ask the clusters first (the default).")
     @json_option
     def status(group: str, wanted: tuple[str, ...], refresh: bool, as_json: bool) -> None:
-
         client = open_client()
         view = client.group(group, kinds=(kind,))
         if refresh and (ids := [member.job.id for member in view.members]):
@@ -174,7 +170,6 @@ def group_command(kind: str, what: str) -> click.Group:
     @argument
     @json_option
     def cancel(group: str, as_json: bool) -> None:
-
         client = open_client()
         with waiting("telling the clusters to stop the jobs"):
             view = client.cancel_group(client.group(group, kinds=(kind,)).id)
@@ -184,7 +179,6 @@ def group_command(kind: str, what: str) -> click.Group:
     @argument
     @json_option
     def retry(group: str, as_json: bool) -> None:
-
         retry_group(open_client().group(group, kinds=(kind,)).id, as_json=as_json)
 
     return command
@@ -192,7 +186,6 @@ def group_command(kind: str, what: str) -> click.Group:
 
 def retry_group(group_id: str, *, as_json: bool) -> int:
     """Submit the members that ended without success once more, and return the exit status."""
-
     with waiting("handing the jobs to their clusters"):
         view = open_client().retry_group(group_id)
     _report(view, as_json=as_json)
@@ -200,14 +193,12 @@ def retry_group(group_id: str, *, as_json: bool) -> int:
 
 
 def _report(view: GroupView, *, as_json: bool) -> None:
-
     echo_result(as_json, view.to_dict(), _summary(view))
 
 
 def _members(
     view: GroupView, members: Sequence[MemberView], columns: Sequence[tuple[str, dict[str, float | None]]]
 ) -> str:
-
     keys = view.keys
     staged = any(member.stage for member in members)
     header = ("STAGE" if staged else "INDEX", *keys, "STATE", *(name.upper() for name, _ in columns), "JOB", "REASON")

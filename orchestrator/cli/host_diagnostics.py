@@ -72,7 +72,6 @@ def _examine(backend: Backend, network: bool, *, silent: bool) -> HostDiagnostic
 
 
 def _show(made: HostDiagnostics) -> None:
-
     rows = [_row(row) for row in made.hosts()]
     header = ("", "HOST", "PYTHON", "TORCH", "GPUS", "CPUS", "FREE", "CLOCK", "ALL-REDUCE", "BANDWIDTH", "IN NODE")
     echo(output.table(header, rows))
@@ -82,7 +81,6 @@ def _show(made: HostDiagnostics) -> None:
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
-
     verdict = output.style("bad", fg="red") if row["bad"] else output.style("ok", fg="green")
     if "python" not in row:  # it says nothing about itself
         return (verdict, row["host"], *["-"] * 9)

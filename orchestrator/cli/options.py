@@ -37,8 +37,30 @@ class _Age(click.ParamType[float]):
             self.fail(str(error), param, ctx)
 
 
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+class _Moment(click.ParamType["float | None"]):
+    """Moment, in seconds since the epoch: a date, a date and time, or how long ago."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        import datetime
+        import time
+
+        text = str(value)
+        if text[:-1].isdigit() and text[-1:] in UNITS and len(text) < 8:
+            return time.time() - int(text[:-1]) * UNITS[text[-1]]
+        try:
+            return datetime.datetime.fromisoformat(text).timestamp()
+        except (ValueError, OverflowError, OSError):
+            self.fail(f"{text!r} is no time: 2026-01-31, 2026-01-31T12:00, or 7d, 12h, 30m ago.", param, ctx)
+
+
 SECONDS = _Seconds(0, 10 * 366 * 86400)
 AGE = _Age()
+MOMENT = _Moment()
 
 JOB_FILE = "job.yaml"
 # Settings of a command whose options are documented with underscores (--config_file); hyphens work, too.
@@ -49,17 +71,25 @@ STATES = ("QUEUED", "PREPARED", "SUBMITTING", "PENDING", "RUNNING", "SUCCEEDED",
 LIVE_STATES = STATES[:5]
 
 
-def output_options(*forms: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``-o FORM`` (one of *forms*; parameter *form*), and ``--json``, which is short for ``-o json``."""
+def together(*options: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[Callable[..., Any]], Any]:
+    """Return the decorator that adds *options*, in their order."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        option = click.option("-o", "--output", "form", type=click.Choice(forms), help="How to print.")
-        short = click.option(
-            "--json", "form", flag_value="json", default=None, help="The same as -o json (docs/reference/cli.md)."
-        )
-        return option(short(function))
+        for option in reversed(options):
+            function = option(function)
+        return function
 
     return add
+
+
+def output_options(*forms: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``-o FORM`` (one of *forms*; parameter *form*), and ``--json``, which is short for ``-o json``."""
+    return together(
+        click.option("-o", "--output", "form", type=click.Choice(forms), help="How to print."),
+        click.option(
+            "--json", "form", flag_value="json", default=None, help="The same as -o json (docs/reference/cli.md)."
+        ),
+    )
 
 
 def filter_options(states: tuple[str, ...] = STATES) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -68,20 +98,13 @@ def filter_options(states: tuple[str, ...] = STATES) -> Callable[[Callable[..., 
     The parameters are *states*, *name*, *tags* and *group*.
     """
 
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        choice = click.Choice(states, case_sensitive=False)
-        for option in (
-            click.option("--group", metavar="ID", help="Jobs of this sweep, array, pipeline or schedule."),
-            click.option(
-                "--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Jobs with this tag. May be repeated."
-            ),
-            click.option("--name", help="Jobs of this name."),
-            click.option("--state", "states", multiple=True, type=choice, help="Jobs in this state. May be repeated."),
-        ):
-            function = option(function)
-        return function
-
-    return add
+    choice = click.Choice(states, case_sensitive=False)
+    return together(
+        click.option("--state", "states", multiple=True, type=choice, help="Jobs in this state. May be repeated."),
+        click.option("--name", help="Jobs of this name."),
+        click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Jobs with this tag. May be repeated."),
+        click.option("--group", metavar="ID", help="Jobs of this sweep, array, pipeline or schedule."),
+    )
 
 
 def tag_pairs(texts: tuple[str, ...]) -> dict[str, str] | None:
@@ -154,13 +177,11 @@ def _complete_setting(_ctx: click.Context, _param: click.Parameter, incomplete: 
     return complete(incomplete)
 
 
-def set_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--set key=value``, repeatable: overrides of the job file."""
-    return click.option(
-        "--set",
-        "overrides",
-        multiple=True,
-        metavar="KEY=VALUE",
-        shell_complete=_complete_setting,
-        help="Override a key of the job file, like resources.nodes=4. May be repeated.",
-    )(function)
+set_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    shell_complete=_complete_setting,
+    help="Override a key of the job file, like resources.nodes=4. May be repeated.",
+)

@@ -59,7 +59,6 @@ def open_ledger(*, reconciler: bool = True) -> Client:
 
 def refresh(client: JobsClient, job_ids: Sequence[str], note: str = "shown is what was last known of its jobs") -> None:
     """Ask the clusters of jobs what has become of them, and warn about those that do not answer; *note* is added."""
-
     with waiting(f"asking the clusters about {len(job_ids)} job{'s' if len(job_ids) != 1 else ''}"):
         report = client.refresh(job_ids)
     reporting.warn_unreachable(report.unreachable, note)

@@ -6,7 +6,6 @@ import ipaddress
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -176,21 +175,15 @@ def forget(url: str) -> bool:
 
 
 def _write(current: str, logins: Mapping[str, Login]) -> Path:
+    from orc.launchers.remote.files import write_file
+
     path = file()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     services = {url: {k: v for k, v in asdict(one).items() if k != "url"} for url, one in logins.items()}
     try:
         if not path.parent.is_dir():
             make_private(path.parent)
         refuse_untrusted(path.parent, "configuration directory")
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            json.dump({"current": current, "services": services}, out, indent=2)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(path)
+        write_file(str(path), json.dumps({"current": current, "services": services}, indent=2).encode(), 0o600)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise LaunchError(f"cannot keep the login: {error.strerror or error}", where=str(path)) from None
     return path

@@ -1,8 +1,9 @@
 """Admission: the decision that a QUEUED job may be sent now, and the reason why not.
 
 `CHECKS` is the whole truth: each check looks at one job within one `Admission`, which is one look at the ledger, and
-returns a `Hold` or nothing. The reconciler asks before it dispatches a job; the transaction that makes an attempt
-PREPARED asks again, so that two passes at once cannot both take the last place.
+returns nothing, or the reason to hold the job back: one line for people that begins with "waiting". The reconciler asks
+before it dispatches a job; the transaction that makes an attempt PREPARED asks again, so that two passes at once cannot
+both take the last place.
 """
 
 from __future__ import annotations
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
     from orc.orchestrator.ledger.records import JobRecord
     from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace
-
-
-@dataclass(frozen=True)
-class Hold:
-    """Reason for which a job is not sent now; one line for people that begins with "waiting"."""
-
-    reason: str
 
 
 class Held(LaunchError):
@@ -56,15 +50,15 @@ class Admission:
         for name in ("dependencies", "places"):
             self.__dict__.pop(name, None)
 
-    def hold(self, job: JobRecord) -> Hold | None:
-        """Return the reason that *job* is not sent now; `None` when it may be."""
+    def hold(self, job: JobRecord) -> str:
+        """Return the reason that *job* is not sent now; empty when it may be."""
         for check in CHECKS:
             if found := check(self, job):
                 return found
         self.admitted.append(job)
         if self.book is not None:
             self.book.take(limits.demand_of(self.ws, self.tx.connection, job))
-        return None
+        return ""
 
     @cached_property
     def book(self) -> limits.Book | None:
@@ -102,44 +96,41 @@ def admit(ws: Workspace, tx: Transaction, jobs: Sequence[JobRecord], *, together
     look = Admission(ws, tx, jobs, together=together)
     for job in jobs:
         if found := look.hold(job):
-            raise Held(found.reason, where=job.id)
+            raise Held(found, where=job.id)
 
 
-def _not_before(look: Admission, job: JobRecord) -> Hold | None:
+def _not_before(look: Admission, job: JobRecord) -> str:
     if job.not_before is None or job.not_before <= look.tx.now:
-        return None
+        return ""
     from orc.orchestrator.engine.cron import shown
 
-    return Hold(f"waiting until {shown(job.not_before)}")
+    return f"waiting until {shown(job.not_before)}"
 
 
-def _dependencies(look: Admission, job: JobRecord) -> Hold | None:
+def _dependencies(look: Admission, job: JobRecord) -> str:
     found = look.dependencies.get(job.id, ())
     if reason := waiting_reason(found):
-        return Hold(reason)
+        return reason
     # It has ended otherwise since this pass has looked for jobs that cannot start any more; the next one cancels this.
     never = impossible_reason(found)
-    return Hold(f"waiting to be cancelled: {never}") if never else None
+    return f"waiting to be cancelled: {never}" if never else ""
 
 
-def _max_parallel(look: Admission, job: JobRecord) -> Hold | None:
+def _max_parallel(look: Admission, job: JobRecord) -> str:
     if job.group_id is None or job.group_id not in look.places:
-        return None
+        return ""
     most, taken = look.places[job.group_id]
     if job.group_id in look.together:
         free = not taken
     else:
         free = taken + sum(one.group_id == job.group_id for one in look.admitted) < most
-    return None if free else Hold(f"waiting for its turn in {job.group_id}")
+    return "" if free else f"waiting for its turn in {job.group_id}"
 
 
-def _limits(look: Admission, job: JobRecord) -> Hold | None:
+def _limits(look: Admission, job: JobRecord) -> str:
     if look.book is None or (not look.book.quotas and job.cluster not in look.book.limits):
-        return None
-    reason = look.book.hold(limits.demand_of(look.ws, look.tx.connection, job))
-    return Hold(reason) if reason else None
+        return ""
+    return look.book.hold(limits.demand_of(look.ws, look.tx.connection, job))
 
 
-Check = Callable[[Admission, "JobRecord"], Hold | None]
-
-CHECKS: tuple[Check, ...] = (_not_before, _dependencies, _max_parallel, _limits)
+CHECKS: tuple[Callable[[Admission, JobRecord], str], ...] = (_not_before, _dependencies, _max_parallel, _limits)

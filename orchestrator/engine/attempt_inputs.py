@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import BackendUnreachable, BundleError, LaunchError, SpecError
 from orc.launchers.ids import AttemptId
@@ -27,26 +27,28 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
 
 
+def read_stored(stored: Mapping[str, Any], where: str) -> JobSpec:
+    """Return a specification as the ledger has it. Raises `SpecError` for one of another version of orc."""
+    from orc.launchers.spec import JobSpec
+
+    try:
+        return JobSpec.model_validate(stored)
+    except ValueError as error:
+        raise SpecError(
+            f"the stored specification does not fit this version of orc: {error}",
+            where=where,
+            hint="submit the job file again",
+        ) from None
+
+
 def stored_spec(ws: Workspace, job_id: str) -> JobSpec:
     """Return the job's specification from the ledger. Raises `SpecError` for one of another version of orc."""
-    return stored_specs(ws, [job_id])[job_id]
+    return read_stored(ws.ledger.spec(job_id), job_id)
 
 
 def stored_specs(ws: Workspace, job_ids: Sequence[str]) -> dict[str, JobSpec]:
     """Return the specifications of jobs, by their ids; as `stored_spec`."""
-    from orc.launchers.spec import JobSpec
-
-    found = {}
-    for job_id, spec in ws.ledger.specs(job_ids):
-        try:
-            found[job_id] = JobSpec.model_validate(spec)
-        except ValueError as error:
-            raise SpecError(
-                f"the stored specification does not fit this version of orc: {error}",
-                where=job_id,
-                hint="submit the job file again",
-            ) from None
-    return found
+    return {job_id: read_stored(spec, job_id) for job_id, spec in ws.ledger.specs(job_ids)}
 
 
 def check(ws: Workspace, spec: JobSpec, others: Mapping[str, JobSpec]) -> None:

@@ -49,5 +49,5 @@ class BackgroundPasses:
                 while (job_ids := self._wanted.get()) is not None:
                     client.refresh(job_ids, max_age_s=FRESH_S)
                     self._done.put(None)
-        except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits for it
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
             self._done.put(error)

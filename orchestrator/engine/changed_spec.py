@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import SpecError
+from orc.orchestrator.engine.attempt_inputs import read_stored
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
@@ -17,17 +18,8 @@ def changed(stored: Mapping[str, Any], overrides: Sequence[str], *, where: str) 
 
     *where* names the job in errors. Raises `SpecError`, also for a stored one of another version of orc.
     """
-    from orc.launchers.spec import JobSpec
-
     if not overrides:
-        try:
-            return JobSpec.model_validate(stored)
-        except ValueError as error:
-            raise SpecError(
-                f"the stored specification does not fit this version of orc: {error}",
-                where=where,
-                hint="submit the job file again",
-            ) from None
+        return read_stored(stored, where)
     from orc.launchers.spec import load
     from orc.launchers.spec.source import Document
 

@@ -76,7 +76,7 @@ def send(ws: Workspace, planner: PlacementPlanner, prepared: PreparedAttempt, se
             return
         except BackendUnreachable as error:
             raise _wait_for_host(ws, job, error) from error
-        except Conflict:  # somebody asked to cancel it just now; the next pass sees that
+        except Conflict:  # it was cancelled just now; the next pass sees that
             return
 
 

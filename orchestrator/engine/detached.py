@@ -1,7 +1,7 @@
 """The detached reconciler: a process that runs passes while there are live jobs, and ends when there are none.
 
 `ensure` leaves one behind. It belongs to one ledger and one state directory, because the snapshots and the secrets of a
-retry lie there. A lock on a file in that directory is its lease: whoever cannot take it ends at once. It is stateless
+retry lie there. A lock on a file in that directory is its lease: a second one ends at once. It is stateless
 like every pass, so it may be killed at any time; the next command that opens the ledger starts another one.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 VARIABLE = "ORC_RECONCILER"  # "off": nobody starts one
 LOG_NAME = "reconciler.log"
 _LOG_BYTES = 1 << 20
-_TAKE_S = 2.0  # whoever only looks at the lease holds it for a moment
+_TAKE_S = 2.0  # a command that looks at the lease holds it for a moment
 
 _started: list[subprocess.Popen[bytes]] = []  # by this process: waited for when they have ended
 
@@ -163,7 +163,7 @@ def run(open_client: Callable[[], Passes], report_line: Callable[[str], None]) -
                 if descriptor is None:
                     return
                 why = _serve(client, descriptor, report_line)
-            # Whoever submitted while this process made up its mind has found the lease taken; also where the ledger was
+            # A submission while this process made up its mind has found the lease taken; also where the ledger was
             # replaced, by `orc adopt` for one.
             if why is StopReason.LEDGER_GONE and not _stamp(_file(ws.ledger.database.url)):
                 return
@@ -185,7 +185,7 @@ def _serve(client: Passes, descriptor: int, report_line: Callable[[str], None]) 
     while True:
         try:
             done = passes.run()
-        except LaunchError as error:  # the ledger's disk is full, or somebody holds it for very long
+        except LaunchError as error:  # the ledger's disk is full, or another process holds it for very long
             done = Pass(None, {"ledger": str(error)})
         for where, why in done.trouble.items():
             if trouble.get(where) != why:

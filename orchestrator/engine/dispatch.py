@@ -41,7 +41,7 @@ def dispatch(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport, new: 
 
     One that could not be sent although it may be (its snapshot is elsewhere, there is no room) stops nobody: those that
     were held back while it was before them are looked at again. *new* jobs that a cluster which cannot be reached was
-    to get have failed: whoever submits them is told so, and they do not start an hour later.
+    to get have failed: their submitter is told so, and they do not start an hour later.
 
     Returns the ids of those that are held back at the end. Raises `LedgerError`; of *new* jobs, what a defect raises.
     """
@@ -128,7 +128,7 @@ def _admit(
         look = admission.Admission(ws, tx, [job for job in jobs if _asks_to_be_sent(job)], besides, together)
         for job in sorted(jobs, key=key_of):
             if _asks_to_be_sent(job) and (hold := look.hold(job)):
-                held.append((job, hold.reason))
+                held.append((job, hold))
             else:
                 admitted.append(job)
     return admitted, held
@@ -154,7 +154,7 @@ def _dispatch_batch(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport
     except LedgerError:
         raise
     except Conflict:
-        pass  # somebody asked to cancel it just now; the next pass sees that
+        pass  # it was cancelled just now; the next pass sees that
     except InputsUnavailable as error:
         for job in jobs:
             steps.wait_for_room(ws, job, error.what)
@@ -233,7 +233,7 @@ def _send(ws: Workspace, jobs: Sequence[JobRecord], new: NewJobs) -> bool:
     except NoRoom as error:
         steps.wait_for_room(ws, job, planner.waiting_reason(error))
         return not planner.unusable
-    except admission.Held as held:  # somebody else has just taken the last place
+    except admission.Held as held:  # another process has just taken the last place
         for each in jobs:
             steps.wait_for_room(ws, each, held.what)
         return False

@@ -4,10 +4,11 @@ do; the next examination decides anew."""
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from orc.launchers.remote.files import write_file
 
 _NAME = "excluded-hosts.json"
 
@@ -28,10 +29,7 @@ def exclude(state_dir: Path, cluster: str, hosts: Mapping[str, str]) -> None:
     if not everything:
         path.unlink(missing_ok=True)
         return
-    temporary = path.with_name(f".{_NAME}.{os.getpid()}")
-    temporary.touch(mode=0o600)
-    temporary.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_file(str(path), f"{json.dumps(everything, indent=1)}\n".encode(), 0o600)
 
 
 def _read(state_dir: Path) -> dict[str, dict[str, dict[str, object]]]:

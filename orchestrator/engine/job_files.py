@@ -24,7 +24,7 @@ class SavedJob:
 
     job: NewJob
     created_at: float  # seconds since the epoch
-    cancelled: bool  # somebody has asked for that
+    cancelled: bool  # or to be cancelled
 
 
 def keep(state_dir: Path, job: NewJob, created_at: float) -> None:

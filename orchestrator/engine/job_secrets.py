@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from orc.launchers.errors import LaunchError
+from orc.launchers.remote.files import write_file
 from orc.launchers.secrets import redact, resolve_secrets
+from orc.launchers.snapshot.tree_store import fsync_directory
 from orc.orchestrator.engine import encryption
 from orc.orchestrator.ledger import sealed_secrets
 from orc.orchestrator.ledger.errors import LedgerError
@@ -34,19 +36,10 @@ def keep(state_dir: Path, job_id: str, values: Mapping[str, str]) -> None:
     if not values:
         return
     directory = state_dir / "job-secrets"
-    temporary = directory / f".{job_id}.{os.getpid()}"
     try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(dict(values), file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(_file(state_dir, job_id))
-        _fsync(directory)
+        write_file(str(_file(state_dir, job_id)), json.dumps(dict(values)).encode(), 0o600)
+        fsync_directory(directory)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise LaunchError(
             f"cannot keep the job's secrets: {error.strerror or error}",
             where=str(directory),
@@ -155,11 +148,3 @@ def sweep(state_dir: Path, is_active: Callable[[str], bool | None]) -> None:
 
 def _file(state_dir: Path, job_id: str) -> Path:
     return state_dir / "job-secrets" / f"{job_id}.json"
-
-
-def _fsync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

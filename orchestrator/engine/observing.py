@@ -110,7 +110,7 @@ def _poll_with_lease(
         last, ws.clock(), moved_at=moved_at, max_age_s=urgency.max_age_s
     ):
         with ws.ledger.database.write() as connection:
-            polls.release(connection, cluster, ws.owner, access.account)  # somebody was faster
+            polls.release(connection, cluster, ws.owner, access.account)  # another process was faster
         return
     own = PassReport()
     try:
@@ -229,7 +229,7 @@ def _seen(
             seen.update(backend.poll([handles[job.id] for job in part]))
         except LaunchError:
             raise
-        except Exception as error:  # noqa: BLE001 - whoever runs in a job's account can write anything for us to read
+        except Exception as error:  # noqa: BLE001 - a program in a job's account can write anything for us to read
             if len(part) > 1 and polls < _MOST_POLLS:
                 parts += [part[: len(part) // 2], part[len(part) // 2 :]]
             else:

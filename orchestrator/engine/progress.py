@@ -1,4 +1,4 @@
-"""Progress of a submission, told to whoever waits for it."""
+"""Progress of a submission, told to its caller."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class WaitingJob:
     job: str
     spec: JobSpec
     avoid: Collection[str] = ()  # hosts that have failed it
-    in_hand: bool = False  # somebody is placing it at this very moment
+    in_hand: bool = False  # a process is placing it at this very moment
 
 
 def taken_slots(reservations: Iterable[Reservation], *, besides: str = "") -> dict[str, int]:
@@ -76,7 +76,7 @@ def placement_in_order(
     mine = set(backend.candidates(spec))
     for older in ahead:
         if closed and mine <= closed.keys():
-            break  # nothing is left for it, whoever else waits
+            break  # nothing is left for it, whatever else waits
         try:
             placement = backend.place(older.spec, _with(left, closed), older.avoid)
         except NoRoom:

@@ -59,7 +59,7 @@ def reconcile(
     due = [job for job in jobs if is_due(job)]
     crowded = {job.cluster for job in due if places_jobs(ws, job.cluster) or ws.limits(job.cluster) is not None}
     if crowded and job_ids is not None:
-        # Who waits for room has to know who has left it, and to let others go first whose turn it is.
+        # Who waits for room has to know who has left it, and to let those go first that are before it in the queue.
         asked = set(job_ids)
         job_ids = [job.id for job in ws.ledger.active() if job.id in asked or job.cluster in crowded]
     held = dispatch(ws, [job for job in due if job.cluster not in crowded], report)

@@ -47,7 +47,6 @@ class ReconcilerStatus:
     """State of the threads, for a health check."""
 
     running: bool
-    looked_at: float | None  # when it last saw the ledger
     error: str  # why it cannot see the ledger
     clusters: tuple[ClusterPasses, ...]
 
@@ -59,7 +58,7 @@ class ReconcilerThreads:
         self._open_client = open_client
         self._look_s = look_s
         self._lock = threading.Lock()
-        self._status = ReconcilerStatus(False, None, "", ())
+        self._status = ReconcilerStatus(False, "", ())
         self._clusters: dict[str, ClusterPasses] = {}
         self._workers: dict[str, _Worker] = {}
 
@@ -105,7 +104,7 @@ class ReconcilerThreads:
                 "SELECT cluster, COUNT(*), SUM(revision) FROM jobs "  # noqa: S608
                 f"WHERE state IN ({states}) GROUP BY cluster"
             )
-        self._note(looked_at=ledger.now(), error="")
+        self._note(error="")
         live = {cluster for cluster, _, _ in rows}
         rows += [(cluster, 0, 0) for cluster in sorted(orphans.due_clusters(client.workspace) - live)]
         for cluster, count, revisions in rows:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from orc.orchestrator.ledger.store import Ledger
     from orc.orchestrator.workspace import Workspace
 
-Place = tuple[str, str]  # a host, and the user for whose account there; "" for whoever runs this process
+Place = tuple[str, str]  # a host, and the user for whose account there; "" for that of this process
 
 
 @dataclass(frozen=True)

@@ -52,14 +52,11 @@ def add_up(usages: Iterable[Usage], clusters: Mapping[str, Cluster], now: float)
         cluster = clusters.get(usage.cluster)
         if cluster is None:
             continue
-        resources = usage.spec.get("resources", {})
-        nodes = usage.hosts or int(str(resources.get("nodes", 1)).partition(":")[0])
-        gpus = int(resources.get("gpus_per_node") or 0)
-        price = price_of_node_hour(cluster.prices, gpus, instance_of(usage.spec, cluster)) or 0.0
+        price = price_of_node_hour(cluster.prices, usage.gpus_per_node, instance_of(usage.spec, cluster)) or 0.0
         began = max(usage.started_at, now - PERIOD_S)
         hours = max((usage.ended_at or now) - began, 0.0) / 3600
         for place in (("user", usage.owner), ("project", usage.project)):
-            spent[place] += hours * nodes * price  # type: ignore[assignment]
+            spent[place] += hours * usage.nodes * price  # type: ignore[assignment]
     return spent
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace
 
-_APART_S = 1e-6  # between the times of two jobs: whose turn it is follows from the time, and theirs in their order
+_APART_S = 1e-6  # between the times of two jobs, whose order in the queue follows from it
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def submit(
         finally:
             ws.give_back(*ids)
     except LedgerError as error:
-        # Too late to undo: the intent is durable, and whoever submits again would have two jobs.
+        # Too late to undo: the intent is durable, and to submit again would make two jobs.
         raise _recorded(error, ids) from error
     fault_point("claim-released")
     for job_id in ids:
@@ -139,7 +139,7 @@ def enqueue(
     *,
     within: Callable[[Transaction], object] | None = None,
 ) -> list[JobRecord]:
-    """Record new jobs in one transaction, all or none; passes send those whose turn it is.
+    """Record new jobs in one transaction, all or none; passes send them.
 
     Args:
         ws: The workspace.

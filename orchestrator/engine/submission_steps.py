@@ -1,6 +1,6 @@
 """Steps of a submission as the ledger has them: what is written before and after each call of the backend.
 
-Each is one transaction that looks at the job again; one that somebody else has taken meanwhile changes nothing.
+Each is one transaction that looks at the job again; one that another process has taken meanwhile is left alone.
 """
 
 from __future__ import annotations

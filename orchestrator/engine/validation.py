@@ -35,7 +35,7 @@ def load_checked(
 
     Raises:
         SpecProblems: More than one thing is wrong: everything, by its place.
-        LaunchError: The one thing that is wrong, as whoever found it says it.
+        LaunchError: The one thing that is wrong, as the stage that found it says it.
     """
     return _checked(examine(path, overrides, cluster=cluster))
 

@@ -30,12 +30,13 @@ class _Sum:
     unpriced_node_hours: float = 0.0
     running: bool = False
 
-    def add(self, usage: Usage, hours: float, nodes: int, gpus: int, price: float | None, currency: str) -> None:
-        """Add *hours* of an attempt on *nodes* with *gpus* each, at *price* for a node and hour."""
+    def add(self, usage: Usage, hours: float, price: float | None, currency: str) -> None:
+        """Add *hours* of an attempt, at *price* for a node and hour."""
+        nodes = usage.nodes
         self.jobs.add(usage.job)
         self.attempts.add((usage.job, usage.attempt))
         self.node_hours += hours * nodes
-        self.gpu_hours += hours * nodes * gpus
+        self.gpu_hours += hours * nodes * usage.gpus_per_node
         self.running |= usage.ended_at is None
         if price is None:
             self.unpriced_node_hours += hours * nodes
@@ -73,16 +74,13 @@ def add_up(
     for usage in usages:
         cluster = clusters.get(usage.cluster)
         prices = cluster.prices if cluster else None
-        resources = usage.spec.get("resources", {})
-        nodes = usage.hosts or int(str(resources.get("nodes", 1)).partition(":")[0])
-        gpus = int(resources.get("gpus_per_node") or 0)
-        price = price_of_node_hour(prices, gpus, instance_of(usage.spec, cluster))
+        price = price_of_node_hour(prices, usage.gpus_per_node, instance_of(usage.spec, cluster))
         currency = prices.currency if prices else ""
         begin = max(usage.started_at, since if since is not None else usage.started_at)
         end = min(usage.ended_at if usage.ended_at is not None else now, until if until is not None else float("inf"))
         for key, length in _parts(usage, by, begin, end):
             for part in (groups.setdefault(key, _Sum()), total):
-                part.add(usage, length / HOUR_S, nodes, gpus, price, currency)
+                part.add(usage, length / HOUR_S, price, currency)
     order = sorted(groups.items(), key=lambda item: item[0] if by == "day" else (-sum(item[1].cost.values()), item[0]))
     return {
         "by": by,

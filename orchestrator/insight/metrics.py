@@ -149,7 +149,7 @@ def line_of(text: bytes) -> Line | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as whoever reads metrics can take it: a number, a text, or a list of those."""
+    """Return a value as a reader of metrics can take it: a number, a text, or a list of those."""
     if isinstance(value, (int, float)):
         return value
     return [plain(item) for item in value[:_MOST_FIELDS]] if isinstance(value, list) else plain(value)

@@ -23,7 +23,7 @@ from orc.orchestrator.ledger.errors import LedgerError
 # SQLite does not serve those who wait in order of their coming: with eight at a disk that takes a second for each sync,
 # one in fifty of their waits is longer than half a minute.
 BUSY_TIMEOUT_S = 120.0
-SILENT_S = 1.0  # whoever waits for longer says so
+SILENT_S = 1.0  # a longer wait is reported
 
 
 class Connection(Protocol):
@@ -150,7 +150,7 @@ class SqliteDatabase:
         began = time.monotonic()
         announced = False
         while True:
-            # One thread at a time, but not always the same one (`orc serve`): whoever has a ledger sees to that.
+            # One thread at a time, but not always the same one (`orc serve`): the owner of a ledger sees to that.
             raw = sqlite3.connect(
                 f"{self.path.absolute().as_uri()}?mode=rw", uri=True, timeout=SILENT_S, check_same_thread=False
             )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from orc.orchestrator.ledger.database import Connection, insert
 from orc.orchestrator.ledger.lifecycle import JobState
-from orc.orchestrator.ledger.records import dump
-
-_COLUMNS = "id, kind, name, owner, created_at, max_parallel, spec"
+from orc.orchestrator.ledger.records import columns_of, decoded, dump
 
 
 @dataclass(frozen=True)
@@ -26,11 +23,8 @@ class GroupRecord:
     max_parallel: int | None = None  # live jobs at a time; any number without one
     spec: Mapping[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def from_row(cls, row: tuple[Any, ...]) -> GroupRecord:
-        """Return the record of a row."""
-        values: dict[str, Any] = dict(zip(_COLUMNS.split(", "), row, strict=True))
-        return cls(**{**values, "spec": json.loads(values["spec"])})
+
+_COLUMNS = columns_of(GroupRecord)
 
 
 class Member(NamedTuple):
@@ -49,7 +43,7 @@ def create(connection: Connection, group: GroupRecord) -> None:
 def find(connection: Connection, group_id: str) -> GroupRecord | None:
     """Return the group of this id."""
     rows = connection.tuples(f"SELECT {_COLUMNS} FROM groups WHERE id = :id", {"id": group_id})  # noqa: S608
-    return GroupRecord.from_row(rows[0]) if rows else None
+    return decoded(GroupRecord, rows[0], "spec") if rows else None
 
 
 def newest(connection: Connection, limit: int) -> list[GroupRecord]:
@@ -57,7 +51,7 @@ def newest(connection: Connection, limit: int) -> list[GroupRecord]:
     rows = connection.tuples(
         f"SELECT {_COLUMNS} FROM groups ORDER BY created_at DESC, id DESC LIMIT {int(limit)}"  # noqa: S608
     )
-    return [GroupRecord.from_row(row) for row in rows]
+    return [decoded(GroupRecord, row, "spec") for row in rows]
 
 
 def members(connection: Connection, group_id: str) -> list[Member]:

@@ -1,7 +1,7 @@
 """Leases in the ledger: a row is one process's, until it gives it back or its time is over.
 
 A lease is free when nobody holds it, when it has expired, or when its owner was a process of this very machine that is
-gone: so a killed ``orc submit`` need not be waited for. Whoever has lost its lease changes nothing in the row any more.
+gone: so a killed ``orc submit`` need not be waited for. A process that has lost its lease changes nothing in the row.
 Claims on jobs are leases, and so are the polls of clusters and the retention of old jobs.
 """
 

@@ -16,7 +16,7 @@ class JobState(enum.StrEnum):
 
     QUEUED = "QUEUED"  # known, no attempt in flight: new, or waiting for its next attempt
     PREPARED = "PREPARED"  # an attempt is durable; nothing was sent yet
-    SUBMITTING = "SUBMITTING"  # an attempt is being sent, or was sent by somebody who died meanwhile
+    SUBMITTING = "SUBMITTING"  # an attempt is being sent, or was sent by a process that died meanwhile
     PENDING = "PENDING"  # the backend has it, it does not run yet
     RUNNING = "RUNNING"
     SUCCEEDED = "SUCCEEDED"

@@ -11,9 +11,7 @@ from typing import Any
 from orc.orchestrator.ledger.database import Connection, insert, one_of
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.queries import conditions
-from orc.orchestrator.ledger.records import dump
-
-_COLUMNS = "id, event_id, job_id, target, kind, payload, state, tries, next_at, last_error, created_at"
+from orc.orchestrator.ledger.records import columns_of, decoded, dump
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,8 @@ class Notification:
         """Id that every copy of it has, and nothing else."""
         return f"{self.job_id}-{self.event_id}-{hashlib.sha256(self.target.encode()).hexdigest()[:10]}"
 
-    @classmethod
-    def from_row(cls, row: tuple[Any, ...]) -> Notification:
-        """Return the notification of a row."""
-        values: dict[str, Any] = dict(zip(_COLUMNS.split(", "), row, strict=True))
-        return cls(**{**values, "payload": json.loads(values["payload"])})
+
+_COLUMNS = columns_of(Notification)
 
 
 def put(
@@ -60,7 +55,7 @@ def due(connection: Connection, now: float, limit: int) -> list[Notification]:
         f"ORDER BY next_at, id LIMIT {int(limit)}",
         {"now": now},
     )
-    return [Notification.from_row(row) for row in rows]
+    return [decoded(Notification, row, "payload") for row in rows]
 
 
 def next_due(connection: Connection) -> float | None:
@@ -116,7 +111,7 @@ def listed(
         f"ORDER BY id DESC LIMIT {int(limit)}",
         parameters,
     )
-    return [Notification.from_row(row) for row in rows]
+    return [decoded(Notification, row, "payload") for row in rows]
 
 
 def revive(connection: Connection, job_id: str, now: float) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, TypeVar
 
 from orc.launchers.ids import AttemptId
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Position
+
+R = TypeVar("R")
 
 
 def dump(value: Any) -> str:
@@ -16,11 +18,22 @@ def dump(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
+def columns_of(record: type[Any]) -> str:
+    """Return the columns of a table whose rows are *record*, a dataclass with their names."""
+    return ", ".join(each.name for each in fields(record))
+
+
+def decoded(record: type[R], row: Sequence[Any], *in_json: str) -> R:
+    """Return the row of `columns_of` as *record*; the columns *in_json* hold JSON."""
+    values = dict(zip((each.name for each in fields(record)), row, strict=True))  # type: ignore[arg-type]
+    return record(**{name: json.loads(value) if name in in_json else value for name, value in values.items()})
+
+
 @dataclass(frozen=True)
 class Destination:
     """Place that an attempt is sent to, as its cluster is described at that time."""
 
-    login: str = ""  # account of the job's owner there; empty: that of whoever sends it
+    login: str = ""  # account of the job's owner there; empty: that of the process that sends it
     root: str | None = None  # of orc's files; empty: where the kind has them; `None`: it was not noted
     kind: str = ""  # of the cluster; empty: it was not noted
     addresses: Mapping[str, str] = field(default_factory=dict)  # what makes its machines (`Backend.addresses`)
@@ -199,14 +212,7 @@ class EventRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""
-        return {
-            "id": self.id,
-            "job": self.job,
-            "attempt": self.attempt,
-            "at": self.at,
-            "kind": self.kind,
-            "data": dict(self.data),
-        }
+        return {**vars(self), "data": dict(self.data)}
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orc.orchestrator.ledger.database import Connection, insert
 from orc.orchestrator.ledger.errors import Conflict
-from orc.orchestrator.ledger.records import dump
-
-_COLUMNS = "id, name, owner, cron, timezone, enabled, next_at, last_at, last_job, spec, digests, source, revision"
+from orc.orchestrator.ledger.records import columns_of, decoded, dump
 
 
 @dataclass(frozen=True)
@@ -32,12 +29,8 @@ class ScheduleRecord:
     source: str = ""
     revision: int = 0
 
-    @classmethod
-    def from_row(cls, row: tuple[Any, ...]) -> ScheduleRecord:
-        """Return the record of a row."""
-        values: dict[str, Any] = dict(zip(_COLUMNS.split(", "), row, strict=True))
-        values["enabled"] = bool(values["enabled"])
-        return cls(**{**values, "spec": json.loads(values["spec"]), "digests": json.loads(values["digests"])})
+
+_COLUMNS = columns_of(ScheduleRecord)
 
 
 def create(connection: Connection, schedule: ScheduleRecord) -> None:
@@ -88,4 +81,5 @@ def remove(connection: Connection, schedule_id: str) -> bool:
 
 def _read(connection: Connection, condition: str, parameters: Mapping[str, Any]) -> list[ScheduleRecord]:
     rows = connection.tuples(f"SELECT {_COLUMNS} FROM schedules WHERE {condition}", parameters)  # noqa: S608
-    return [ScheduleRecord.from_row(row) for row in rows]
+    found = [decoded(ScheduleRecord, row, "spec", "digests") for row in rows]
+    return [replace(schedule, enabled=bool(schedule.enabled)) for schedule in found]  # which SQLite has as a number

@@ -187,12 +187,12 @@ schedules = sa.Table(
     sa.Index(None, "next_at"),
 )
 
-# Turn of one process to ask a cluster about the jobs of an account there, and what is known of its answers.
+# Lease of the process that polls a cluster about the jobs of an account there, and what is known of its answers.
 cluster_polls = sa.Table(
     "cluster_polls",
     metadata,
     sa.Column("cluster", sa.String(255), primary_key=True),
-    sa.Column("account", sa.String(255), primary_key=True),  # "": that of whoever runs the passes
+    sa.Column("account", sa.String(255), primary_key=True),  # "": that of the process that runs the passes
     sa.Column("lease_owner", sa.String(255)),
     sa.Column("lease_expires_at", _TIME),
     sa.Column("next_at", _TIME),
@@ -319,7 +319,7 @@ quotas = sa.Table(
 # The version of the schema, where alembic looks for it.
 alembic_version = sa.Table("alembic_version", metadata, sa.Column("version_num", sa.String(32), primary_key=True))
 
-# What keeps the history append-only, whoever writes.
+# What keeps the history append-only, whatever program writes.
 _APPEND_ONLY = {
     "sqlite": (
         "CREATE TRIGGER events_no_update BEFORE UPDATE ON events "

@@ -53,6 +53,16 @@ class Usage(NamedTuple):
     spec: Mapping[str, Any]
     tags: Mapping[str, str]
 
+    @property
+    def nodes(self) -> int:
+        """Number of nodes that it uses."""
+        return self.hosts or int(str(self.spec.get("resources", {}).get("nodes", 1)).partition(":")[0])
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Number of GPUs that it uses of each."""
+        return int(self.spec.get("resources", {}).get("gpus_per_node") or 0)
+
 
 def read_usage(
     connection: Connection,

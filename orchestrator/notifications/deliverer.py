@@ -23,7 +23,7 @@ class Deliverer:
     """Thread that delivers, with a ledger of its own. Used as a context manager; leaving it ends the thread.
 
     A delivery that is under way when the context is left goes on for its time-out at most; should the process end
-    meanwhile, somebody delivers it again.
+    meanwhile, another process delivers it again.
     """
 
     def __init__(

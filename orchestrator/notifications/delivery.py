@@ -171,7 +171,7 @@ def _take(ledger: Ledger, due_at: float, now: float) -> list[Notification]:
         return []
     with ledger.database.write() as connection:
         taken = [one for one in found if outbox.take(connection, one, now + TAKEN_S)]
-    # Somebody else has taken them all: there may be more.
+    # Another process has taken them all: there may be more.
     return taken or _take(ledger, due_at, now)
 
 

@@ -13,6 +13,7 @@ import anyio
 import anyio.to_thread
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.ledger.records import EventRecord
 from orc.orchestrator.service.ledger_clients import LedgerClients
 
 logger = logging.getLogger("orc.service")
@@ -21,22 +22,12 @@ _KEPT = 5000  # newest events in memory; who is further behind reads the ledger
 
 
 @dataclass(frozen=True)
-class FeedEvent:
+class FeedEvent(EventRecord):
     """Event with what a listener shows of its job: its state, name and owner when the event was read."""
 
-    id: int
-    job: str
-    attempt: int | None
-    at: float
-    kind: str
-    data: Any
     state: str
     name: str
     owner: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
-        return dict(vars(self))
 
 
 class EventFeed:
@@ -125,7 +116,7 @@ class EventFeed:
             events = ledger.events_after(after, _PAGE)
             jobs = {job.id: job for job in ledger.jobs(sorted({event.job for event in events}))}
         return [
-            FeedEvent(e.id, e.job, e.attempt, e.at, e.kind, dict(e.data), str(job.state), job.name, job.owner)
-            for e in events
-            if (job := jobs.get(e.job))
+            FeedEvent(**vars(event), state=str(job.state), name=job.name, owner=job.owner)
+            for event in events
+            if (job := jobs.get(event.job))
         ]

@@ -44,7 +44,6 @@ def command(
 
     Name the jobs, or choose among the live ones with --state, --name, --tag and --group.
     """
-
     context = click.get_current_context()
     filtered = bool(states or name is not None or tags or group is not None)
     if jobs and filtered:
@@ -79,7 +78,6 @@ def _agree(client: JobsClient, ids: list[str]) -> None:
 
     Raises `click.UsageError` where orc cannot ask, and `click.exceptions.Exit` for a no.
     """
-
     echo("\n".join(jobtext.headline(client.job(job_id)) for job_id in ids), err=True)
     deed = f"cancel {len(ids)} job{'s' if len(ids) > 1 else ''}"
     if not questions.can_ask():

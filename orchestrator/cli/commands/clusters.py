@@ -123,7 +123,6 @@ def _host_dict(host: HostReport) -> dict[str, Any]:
 
 
 def _host_table(hosts: Sequence[HostReport], holders: Mapping[str, Sequence[str]]) -> str:
-
     header = ("HOST", "REACHED", "USER", "PYTHON", "TORCH", "CPUS", "GPUS", "FREE DISK", "SLOTS", "LABELS", "HELD BY")
     rows = []
     for host in hosts:
@@ -171,5 +170,4 @@ def finding_dict(finding: Finding) -> dict[str, str]:
 
 def findings_text(findings: list[Finding]) -> str:
     """Findings as blocks."""
-
     return "\n".join(block({"what": f.what, "where": f.where, "do": f.hint}, f.level) for f in findings)

@@ -227,7 +227,6 @@ def examples() -> dict[str, Path]:
 @click.pass_context
 def examples_command(ctx: click.Context, name: str | None, as_json: bool) -> None:
     """List the examples of Accelerate's documentation as job files, or print the one called NAME."""
-
     as_json = _inherit(ctx, None, False, as_json)[2]
     known = examples()
     if name is None:
@@ -266,7 +265,6 @@ def _facts(folder: Path) -> tuple[str, str, str]:
 
 def _write_all(made: Conversion, folder: Path) -> list[Path]:
     """Write the files into *folder*, none over another. Raises `LaunchError`; then nothing was written."""
-
     texts: dict[Path, Callable[[], str]] = {folder / "job.yaml": made.job_text}
     if made.clusters:
         texts[folder / "clusters.yaml"] = made.clusters_text
@@ -283,7 +281,6 @@ def _write_all(made: Conversion, folder: Path) -> list[Path]:
 
 
 def _print_json(made: Conversion, files: list[Path]) -> None:
-
     echo_json(
         {
             "job": made.job,

@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from orc.orchestrator.cli.moments import MOMENT
-from orc.orchestrator.cli.options import output_options
+from orc.orchestrator.cli.options import MOMENT, output_options
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.output import echo
@@ -30,7 +29,6 @@ def command(
 
     Running attempts count until now. Hours without a price are shown as unknown.
     """
-
     client = open_client()
     chosen = [client.resolve(job) for job in jobs] or None
     found = client.costs(by=by, job_ids=chosen, owner=owner, since=since, until=until)

@@ -20,7 +20,6 @@ from orc.orchestrator.cli.ui.output import echo
 @output_options("json", "yaml")
 def command(a: str, b: str, stat: bool, form: str | None) -> None:
     """Show what differs between two jobs: specification, environment, code, outcome and metrics."""
-
     client = open_client()
     found = client.diff(client.resolve(a), client.resolve(b))
     if not output.document(found, form):
@@ -28,7 +27,6 @@ def command(a: str, b: str, stat: bool, form: str | None) -> None:
 
 
 def _lines(found: Mapping[str, Any], stat: bool) -> Iterator[str]:
-
     first, second = found["jobs"]
     yield output.style(f"{first} .. {second}", bold=True)
     for title in ("spec", "environment"):
@@ -39,14 +37,12 @@ def _lines(found: Mapping[str, Any], stat: bool) -> Iterator[str]:
 
 
 def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
-
     yield ""
     yield output.style(title, bold=True)
     yield from lines or ["  the same"]
 
 
 def _keys(entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-
     for entry in entries:
         yield f"  {entry['key']}"
         for side, sign, colour in (("a", "-", "red"), ("b", "+", "green")):
@@ -61,7 +57,6 @@ def _value(value: Any) -> str:
 
 
 def _code(code: Mapping[str, Any], stat: bool) -> Iterator[str]:
-
     if code["missing"]:
         yield f"  differs; {code['missing']}"
     for file in code["files"]:
@@ -74,7 +69,6 @@ def _code(code: Mapping[str, Any], stat: bool) -> Iterator[str]:
 
 
 def _outcome(sides: Sequence[Mapping[str, Any]]) -> str:
-
     rows = [
         ["state", *(output.state(side["state"]) for side in sides)],
         ["reason", *(jobtext.first_line(side["reason"]) or "-" for side in sides)],
@@ -88,7 +82,6 @@ def _outcome(sides: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _metrics(metrics: Mapping[str, Any], first: str, second: str) -> Iterator[str]:
-
     for job, why in zip((first, second), metrics["missing"], strict=True):
         if why:
             yield f"  {job}: {why}"

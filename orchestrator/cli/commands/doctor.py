@@ -147,7 +147,6 @@ def checks(deep: bool) -> Iterator[Check]:
 
 
 def _guarded(name: str, check: Callable[[], Iterator[Check]]) -> Iterator[Check]:
-
     try:
         yield from check()
     except LaunchError as error:
@@ -348,7 +347,6 @@ def command(deep: bool, cluster: str | None, network: bool, every: bool, exclude
     With --cluster the hosts of one cluster are examined: reachability, clocks, disks, versions, GPUs, who can talk to
     whom, and how fast an all-reduce over all of them is. Exit status 1 when something is in error.
     """
-
     if cluster is not None:
         from orc.orchestrator.cli.host_diagnostics import run
 
@@ -380,6 +378,5 @@ def command(deep: bool, cluster: str | None, network: bool, every: bool, exclude
 
 
 def _answer(word: str) -> str:
-
     colours = {"ok": "green", "works": "green", "missing": "yellow", "warning": "yellow", "error": "red"}
     return style(word, fg=colours.get(word))

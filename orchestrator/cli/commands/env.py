@@ -58,7 +58,6 @@ def command(config_file: Path | None, as_json: bool) -> None:
 
     Names of hosts, values of most variables and credentials are left out.
     """
-
     facts = gather(config_file)
     echo_result(as_json, facts, "\n".join(_lines(facts)))
 

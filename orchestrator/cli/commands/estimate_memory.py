@@ -58,7 +58,6 @@ def command(
     MODEL is a folder with a config.json, such a file, package.module:Class, file.py:Class, or a name on the Hub. Only
     the configuration is read: the model is made without memory. It needs torch, and the model's library.
     """
-
     if more and not first:
         raise click.UsageError(f"{more[0]}: name dtypes after --dtypes")
     given = {name: value for name, value in training.items() if value}
@@ -95,7 +94,6 @@ def command(
 
 
 def _on_each_process(model: str, made: Any, parallelism: str, given: dict[str, Any], as_json: bool) -> None:
-
     memory = importlib.import_module("orc.runtime.weights.parallel_memory")
     sizes = importlib.import_module("orc.runtime.weights.sizes")
     spelled = {"seq_length": "sequence", "activation_checkpointing": "checkpointing"}

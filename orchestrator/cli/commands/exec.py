@@ -49,7 +49,6 @@ def command(job: str, node: int | None, rank: int | None, everywhere: bool, prog
 
 def pick(client: JobsClient, job: str, entries: Sequence[NodeEntry], node: int | None, rank: int | None) -> NodeEntry:
     """Return the node that is meant. Raises `LaunchError` when the job has no such one."""
-
     number = node or 0
     if rank is not None:
         resources = client.job(client.resolve(job)).spec["resources"]
@@ -62,7 +61,6 @@ def pick(client: JobsClient, job: str, entries: Sequence[NodeEntry], node: int |
 
 def become(client: JobsClient, argv: Sequence[str]) -> NoReturn:
     """Replace this process by *argv*. Raises `LaunchError` when that cannot be."""
-
     client.close()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -81,7 +81,6 @@ def _to_dict(place: Place, result: GcReport | LaunchError) -> dict[str, Any]:
 
 
 def _table(found: Mapping[Place, GcReport | LaunchError], dry_run: bool) -> str:
-
     rows = []
     for place, result in found.items():
         if isinstance(result, Exception):

@@ -97,7 +97,6 @@ def run_and_report(
 
 def _select(transports: Mapping[str, Transport], chosen: tuple[str, ...], cluster: str) -> dict[str, Transport]:
     """Return the transports of the *chosen* hosts, or of all. Raises `SpecError` for a host that is none."""
-
     for name in chosen:
         if name not in transports:
             raise SpecError(

@@ -35,7 +35,7 @@ def command(file: str, take_over: bool, yes: bool, as_json: bool) -> int:
     try:
         with click.open_file(file, encoding="utf-8") as opened:
             if take_over:
-                lines = list(opened)  # what is imported is what was shown, whoever writes the file meanwhile
+                lines = list(opened)  # what is imported is what was shown, even if the file is written meanwhile
                 _agree(lines, where, yes=yes)
                 report = import_history(ledger, lines, where, take_over=True)
             else:

@@ -76,7 +76,6 @@ def copy(source: Path, target: Path) -> list[str]:
 
     Returns the relative paths written. Raises `LaunchError`; what was written before the error is removed again.
     """
-
     files = [path.relative_to(source) for path in _files(source)]
     files_made = [*files, Path(SCHEMA)]
     if target.exists() and not target.is_dir():
@@ -129,7 +128,6 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _list(known: dict[str, Path]) -> None:
-
     rows = [(n, duration(p), ", ".join(needs(p)) or "nothing", description(p)) for n, p in known.items()]
     header, *lines = table(("STARTER", "TAKES", "NEEDS", "WHAT IT SHOWS"), rows).splitlines()
     echo(header)
@@ -163,7 +161,6 @@ def _complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> 
 @json_option
 def command(starter: str | None, directory: Path | None, listed: bool, as_json: bool) -> None:
     """Copy STARTER to DIRECTORY (default: a new directory of its name). Without arguments, list the starters."""
-
     known = starters()
     if starter is None or listed:
         if as_json:

@@ -39,7 +39,6 @@ def command(
     form: str | None,
 ) -> None:
     """List jobs of the ledger, newest first, with the age of each live state (`orc status` asks the clusters)."""
-
     if watching and form in ("json", "yaml", "name"):
         raise click.UsageError(f"--watch shows a table, and -o {form} is none", click.get_current_context())
     wanted = tag_pairs(tags)
@@ -70,7 +69,6 @@ def fresh(client: JobsClient, read_rows: Callable[[], list[JobRow]]) -> list[Job
 
 def show(client: JobsClient, rows: Sequence[JobRow], form: str | None) -> None:
     """Print the rows as *form*: json, yaml, name, wide or a table."""
-
     if output.document({"jobs": [job.to_dict() for job in rows]}, form):
         return
     if not rows:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.moments import MOMENT
-from orc.orchestrator.cli.options import json_option, newest_job_argument
+from orc.orchestrator.cli.options import MOMENT, json_option, newest_job_argument
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.display import display, waiting

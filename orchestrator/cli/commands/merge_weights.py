@@ -30,7 +30,6 @@ def command(
 
     It needs torch, and memory for the whole model once.
     """
-
     try:  # by name: no other command may bring torch along
         merge = importlib.import_module("orc.runtime.checkpoint.merge").merge_fsdp_weights
         errors = importlib.import_module("orc.runtime.checkpoint.errors")

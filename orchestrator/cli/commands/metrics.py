@@ -126,7 +126,6 @@ def _last(lines: Sequence[Line], name: str) -> str:
 
 
 def _nothing(client: JobsClient, job_id: str) -> Exception:
-
     view = client.job(job_id)
     hint = "a script measures with orc.runtime, unless the job sets `runtime: {metrics: false}`"
     if not view.ended:
@@ -166,7 +165,6 @@ def _growth(client: JobsClient, job_id: str, reader: MetricsReader) -> Iterator[
 
 
 def _print_json(lines: Sequence[Line]) -> None:
-
     for line in lines:
         echo_json_line(line)
 
@@ -180,7 +178,6 @@ class _Table:
 
     def show(self, lines: Sequence[Line]) -> None:
         """Print *lines*, the first time below a header."""
-
         if not lines:
             return
         begins = not self._columns
@@ -195,7 +192,6 @@ class _Table:
             echo(self._line(row))
 
     def _cells(self, line: Line) -> list[str]:
-
         at = line.get("at")
         cells = [output.clock(at if isinstance(at, (int, float)) else None)]
         cells += [_plain(line, name) for name in ("attempt", "epoch", "step")]

@@ -35,7 +35,6 @@ def command() -> None:
 @output_options("json", "yaml")
 def list_command(job: str | None, states: tuple[str, ...], limit: int, form: str | None) -> None:
     """List notifications, newest first: due, sent, and given up with the reason."""
-
     client = open_client()
     found = client.notifications(job_id=client.resolve(job) if job else None, states=states, limit=limit)
     if output.document({"notifications": [one.to_dict() for one in found]}, form):
@@ -49,7 +48,6 @@ def list_command(job: str | None, states: tuple[str, ...], limit: int, form: str
 
 
 def _row(one: NotificationView) -> list[str]:
-
     next_at = "-" if one.next_at is None else output.clock(one.next_at)
     error = jobtext.first_line(one.error)
     return [str(one.id), one.job, one.event, one.target, one.state, str(one.tries), next_at, error]
@@ -60,7 +58,6 @@ def _row(one: NotificationView) -> list[str]:
 @json_option
 def retry_command(jobs: tuple[str, ...], as_json: bool) -> None:
     """Send notifications about JOBs again that were given up. [default: about all jobs]"""
-
     client = open_client()
     chosen = [client.resolve(job) for job in jobs]
     if not jobs:

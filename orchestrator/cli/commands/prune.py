@@ -166,7 +166,6 @@ def _texts(errors: Mapping[str, LaunchError]) -> dict[str, str]:
 
 
 def _text(rows: Sequence[tuple[str, Leftover, str]]) -> str:
-
     if not rows:
         return "nothing is left"
     lines = [

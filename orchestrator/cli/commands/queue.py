@@ -29,7 +29,6 @@ def command(cluster: str | None, form: str | None) -> int:
 
     Exit status 1 when a cluster did not answer; the others are shown.
     """
-
     client = open_client()
     names, errors = ([cluster], {}) if cluster is not None else client.queueing_clusters()
     if not names and not errors:
@@ -90,7 +89,6 @@ def _text(name: str, report: QueueReport, titled: bool) -> str:
 
 
 def _start(at: float | None) -> str:
-
     if at is None:
         return "unknown"
     return output.clock(at) if at <= time.time() else f"{output.clock(at)} (in {output.duration(at - time.time())})"

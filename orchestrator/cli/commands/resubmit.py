@@ -29,7 +29,6 @@ def command(
 
     For a sweep, an array or a pipeline, submit the unsuccessful jobs once more.
     """
-
     client = open_client(reconciler=reconciler)
     if "-" in job and client.jobs(group=job, limit=1):
         from orc.orchestrator.cli.group_commands import retry_group

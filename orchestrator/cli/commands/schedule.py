@@ -70,7 +70,6 @@ def create(
 @json_option
 def list_(as_json: bool) -> None:
     """List the schedules: when each is due next, and its last job."""
-
     found = open_client().schedules()
     if as_json:
         echo_json({"schedules": [view.to_dict() for view in found]})
@@ -116,7 +115,6 @@ def _change(schedule: str, *, enabled: bool, as_json: bool) -> None:
 
 
 def _report(view: ScheduleView, *, as_json: bool) -> None:
-
     if as_json:
         echo_json(view.to_dict())
     else:

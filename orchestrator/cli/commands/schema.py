@@ -39,7 +39,7 @@ def _options_models() -> dict[str, type[BaseModel]]:
     for kind in BACKENDS.kinds():
         try:
             model = backend_class(kind).options_model
-        except LaunchError:  # of a package that cannot be loaded: whoever uses the kind is told why
+        except LaunchError:  # of a package that cannot be loaded: the use of the kind says why
             continue
         if model is not None:
             found[kind] = model

@@ -29,7 +29,6 @@ def unended(client: JobsClient) -> list[str]:
 @output_options("json", "yaml", "wide", "name")
 def command(jobs: tuple[str, ...], refresh: bool, form: str | None) -> None:
     """Show attempts, hosts, ranks and the first failure of JOBs. [default: all live jobs]"""
-
     client = open_client()
     ids = job_ids(client, jobs) or unended(client)
     # The clusters have nothing to add about jobs that have ended, and a pass takes longer to load than to show them.

@@ -13,7 +13,7 @@ import click
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.exit_codes import ExitCode, of_states
-from orc.orchestrator.cli.options import cluster_option, job_file_here, json_option, set_option
+from orc.orchestrator.cli.options import cluster_option, job_file_here, json_option, set_option, together
 from orc.orchestrator.cli.session import check_jobs, open_client
 from orc.orchestrator.cli.ui import jobtext
 from orc.orchestrator.cli.ui.display import display, submission_progress
@@ -27,24 +27,16 @@ if TYPE_CHECKING:
 Submit = Callable[["Callable[[str, Mapping[str, Any]], None]"], "JobView"]
 
 
-def follow_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--follow``, ``--rank``, ``--all-ranks``, ``--bell``."""
-    for option in (
-        click.option(
-            "--bell",
-            is_flag=True,
-            help="With --follow: ring when the job has ended, in the terminal and on the desktop.",
-        ),
-        click.option("--all-ranks", is_flag=True, help="With --follow: show all ranks, told apart by a prefix."),
-        click.option(
-            "--rank", "ranks", type=click.IntRange(0), multiple=True, help="With --follow: show this rank. [default: 0]"
-        ),
-        click.option("--follow", "-f", "following", is_flag=True, help="Show the job's output until it has ended."),
-    ):
-        function = option(function)
-    return function
-
-
+follow_options = together(
+    click.option("--follow", "-f", "following", is_flag=True, help="Show the job's output until it has ended."),
+    click.option(
+        "--rank", "ranks", type=click.IntRange(0), multiple=True, help="With --follow: show this rank. [default: 0]"
+    ),
+    click.option("--all-ranks", is_flag=True, help="With --follow: show all ranks, told apart by a prefix."),
+    click.option(
+        "--bell", is_flag=True, help="With --follow: ring when the job has ended, in the terminal and on the desktop."
+    ),
+)
 reconciler_option = click.option(
     "--reconciler/--no-reconciler",
     default=True,
@@ -60,16 +52,10 @@ after_option = click.option(
 )
 
 
-def group_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--array``, ``--max-parallel``."""
-    for option in (
-        click.option("--max-parallel", type=click.IntRange(1), metavar="N", help="Run N jobs of a group at a time."),
-        click.option("--array", metavar="N", help="Submit N jobs that differ in ORC_ARRAY_TASK_ID; or indices: 0-9:3."),
-    ):
-        function = option(function)
-    return function
-
-
+group_options = together(
+    click.option("--array", metavar="N", help="Submit N jobs that differ in ORC_ARRAY_TASK_ID; or indices: 0-9:3."),
+    click.option("--max-parallel", type=click.IntRange(1), metavar="N", help="Run N jobs of a group at a time."),
+)
 yes_option = click.option("-y", "--yes", is_flag=True, help="Send a large snapshot without asking.")
 
 
@@ -103,15 +89,11 @@ class _Submit(click.Command):
         return [*super().collect_usage_pieces(ctx), "[-- ARG...]"]
 
 
-def place_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--nodes``, ``--nproc``, ``--gpus``."""
-    for option in (
-        click.option("--gpus", metavar="N", help="GPUs per node, one for each process."),
-        click.option("-n", "--nproc", metavar="N", help="Processes per node."),
-        click.option("--nodes", metavar="N", help="Nodes; 2:4 takes two to four, as many as are free."),
-    ):
-        function = option(function)
-    return function
+place_options = together(
+    click.option("--nodes", metavar="N", help="Nodes; 2:4 takes two to four, as many as are free."),
+    click.option("-n", "--nproc", metavar="N", help="Processes per node."),
+    click.option("--gpus", metavar="N", help="GPUs per node, one for each process."),
+)
 
 
 @click.command("submit", cls=_Submit)
@@ -252,7 +234,6 @@ def _job_file(script: str, overrides: Sequence[str], cluster: str | None, save: 
 
 def _save(text: str, file: Path) -> None:
     """Write a job file, unless it is there: the same command with ``--dry-run`` has written it before."""
-
     try:
         if file.is_file() and file.read_bytes() == text.encode():
             return
@@ -276,7 +257,6 @@ def run(
     yes: bool = False,
 ) -> int:
     """Submit, print the result, follow with *--follow*; return the exit status. *yes* agrees to a large snapshot."""
-
     if (ranks or all_ranks or bell) and not following:
         raise click.UsageError("--rank, --all-ranks and --bell need --follow", click.get_current_context())
     with submission_progress(silent=as_json, yes=yes) as on_progress:

@@ -165,7 +165,6 @@ def _to_dict(
 
 
 def _table(bundles: Mapping[str, Bundle], reports: Mapping[str, SyncReport]) -> str:
-
     rows = []
     for report in reports.values():
         what = "failed" if report.error else ", ".join(_names(bundles, report.new)) or "up to date"
@@ -179,7 +178,6 @@ def _names(bundles: Mapping[str, Bundle], digests: Sequence[str]) -> list[str]:
 
 
 def _explanation(trees: Sequence[Tree], reports: Mapping[str, SyncReport]) -> str:
-
     lines = []
     for tree in trees:
         files, size = len(tree.bundle.entries), output.size(tree.bundle.size)

@@ -16,7 +16,6 @@ from orc.orchestrator.cli.ui.output import echo
 @output_options("json", "yaml")
 def command(job: str, changes: tuple[str, ...], form: str | None) -> None:
     """Set tags of JOB, remove them with KEY-, and print its tags."""
-
     wanted: dict[str, str | None] = {}
     for text in changes:
         key, equals, value = text.partition("=")

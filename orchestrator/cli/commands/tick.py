@@ -14,7 +14,6 @@ from orc.orchestrator.cli.ui import output
 @json_option
 def command(job: str, as_json: bool) -> None:
     """Run one reconciler pass over a job, waiting first for the backoff of a retry that is due."""
-
     client = open_ledger(reconciler=False)
     view = client.tick(client.resolve(job))
     if as_json:

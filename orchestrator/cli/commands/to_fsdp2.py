@@ -108,7 +108,6 @@ def command(
 
     The result is printed unless --output-file or --overwrite is given.
     """
-
     file = config or config_file
     if file is None or (config and config_file):
         raise click.UsageError("give one file: orc to-fsdp2 CONFIG", click.get_current_context())

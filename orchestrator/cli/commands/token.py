@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.options import UNITS, json_option
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.output import echo, echo_result
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from orc.orchestrator.clients.surface import JobsClient
-
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 class _Span(click.ParamType["float | None"]):
@@ -28,9 +26,9 @@ class _Span(click.ParamType["float | None"]):
         if value is None or value == "never" or isinstance(value, float):
             return None if value == "never" or value is None else float(value)
         number, unit = str(value)[:-1], str(value)[-1:]
-        if not number.isdigit() or unit not in _UNITS or not 0 < int(number) * _UNITS[unit] <= 3660 * 86400:
+        if not number.isdigit() or unit not in UNITS or not 0 < int(number) * UNITS[unit] <= 3660 * 86400:
             self.fail(f"{value!r} is no time: 90d, 12h, 30m, or never.", param, ctx)
-        return float(int(number) * _UNITS[unit])
+        return float(int(number) * UNITS[unit])
 
 
 @click.group("token")

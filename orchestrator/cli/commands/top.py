@@ -63,7 +63,6 @@ def command(jobs: tuple[str, ...], interval: float, once: bool, as_json: bool) -
 
 def running(client: JobsClient) -> list[str]:
     """Ids of the jobs that run now."""
-
     states = ("SUBMITTING", "PENDING", "RUNNING")
     with waiting("asking the clusters which jobs run"):
         client.refresh([row.id for row in client.jobs(states=states, limit=100)])
@@ -72,7 +71,6 @@ def running(client: JobsClient) -> list[str]:
 
 def _plain(sampling: Any, once: bool, as_json: bool, interval: float) -> int:
     """Lines of JSON, or a table per round; with *once* the last of each node."""
-
     newest: dict[tuple[str, int], Sample] = {}
     while not sampling.ended:
         sample = sampling.next(interval + 30.0)
@@ -127,7 +125,6 @@ def ordered(newest: Mapping[tuple[str, int], Sample]) -> Sequence[Sample]:
 
 def row(sample: Sample) -> tuple[str, ...]:
     """Return a node as texts, in the order of `HEADER`. Pure."""
-
     data = sample.data
     if sample.error:
         return (sample.job, str(sample.node), sample.host, sample.error, *[""] * (len(HEADER) - 4))
@@ -154,7 +151,6 @@ def _device_memory(ranks: Sequence[Mapping[str, Any]]) -> str:
     """``51.2 GB of 60.0 GB, peak 71.3 GB``: taken by tensors, held by the allocator, and the most that was taken, of
     the rank that has taken most.
     """
-
     told = [rank for rank in ranks if "memory_peak" in rank]
     if not told:
         return "-"

@@ -136,7 +136,6 @@ def _copy(transports: Mapping[str, Transport], name: str, content: bytes) -> Non
 
 def _transports(backend: Backend, only: tuple[int, ...]) -> Mapping[str, Transport]:
     """Return the transports of all workers, or of those numbered in *only*. Raises `BackendError`."""
-
     found = {name: transport for name, (transport, _) in backend.stores().roots.items()}
     names = list(found)
     if missing := [number for number in only if number >= len(names)]:
@@ -191,7 +190,6 @@ def _commands_of(file: Path) -> list[str]:
 
 
 def _read(file: Path) -> str:
-
     try:
         return file.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -224,7 +222,6 @@ def _install(python: str, version: str, wheel: str) -> str:
 def _print_plan(
     cluster: Cluster | None, zone: str | None, name: str, workers: tuple[int, ...], script: Script, as_json: bool
 ) -> None:
-
     found = cluster.options.get("zones", []) if cluster else zone
     zones = [str(found)] if isinstance(found, str) else [str(one) for one in found or ()]
     argv = list(script.argv())

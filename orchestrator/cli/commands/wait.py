@@ -27,7 +27,6 @@ def command(jobs: tuple[str, ...], timeout: float | None, bell: bool, form: str 
 
     Exit status: 0 all succeeded, 1 a job failed, 3 a job was cancelled, 6 timed out.
     """
-
     client = open_client()
     ids = job_ids(client, jobs or ("@last",))
     with display(silent=form is not None) as shown:

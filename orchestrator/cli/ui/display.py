@@ -176,7 +176,6 @@ READING = "reading the files of the job"
 
 def describe(event: str, values: Mapping[str, Any]) -> tuple[str, str]:
     """Return a step of a submission (`Client.submit`'s *on_progress*) and how far it is, as text."""
-
     step = _STEPS.get(event, READING)
     if "done" in values and values.get("bytes"):
         done, total = float(values["done"]), float(values["bytes"])
@@ -211,7 +210,6 @@ def submission_progress(*, silent: bool, yes: bool) -> Iterator[Callable[[str, M
 
 def _agree_to_size(values: Mapping[str, Any]) -> None:
     """Confirm that a large snapshot is meant. Raises `SpecError` where there is no terminal, and as `ask`."""
-
     folders = ", ".join(f"{folder} ({size(count)})" for folder, count in values["folders"])
     what = f"the snapshot would hold {size(values['bytes'])} in {values['files']} files"
     what += f", more than {size(values['limit'])}"

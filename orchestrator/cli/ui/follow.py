@@ -77,7 +77,6 @@ def follow(
 
 
 def _copy(client: JobsClient, job_id: str, cursor: Cursor, attempt: int, selection: Selection, *, final: bool) -> bool:
-
     try:
         selectors = selection.of(client.log_selectors(job_id, attempt=attempt), final=final)
         return cursor.copy(attempt, selectors) > 0

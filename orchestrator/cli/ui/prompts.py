@@ -69,5 +69,4 @@ class Prompts:
 
 
 def _ended(question: str) -> LaunchError:
-
     return LaunchError(f"the answers end before the question: {question.strip()}")

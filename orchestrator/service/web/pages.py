@@ -1,4 +1,4 @@
-"""Pages of the service. They hold no data: their scripts get it from the API, as whoever is logged in."""
+"""Pages of the service. They hold no data: their scripts get it from the API, as the user who is logged in."""
 
 from __future__ import annotations
 

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from orc.orchestrator.client import Client
+
 HEAVY = {"torch", "boto3", "google", "paramiko", "fabric", "sqlalchemy", "alembic", "rich", "psutil", "numpy"}
+
+
+@pytest.fixture(autouse=True)
+def _made_before(place: Path) -> None:
+    """Make the ledger, which the first command of all does with SQLAlchemy."""
+    Client(reconciler=False).close()
 
 
 def _imports(*arguments: str) -> set[str]:

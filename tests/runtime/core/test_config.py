@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 
@@ -74,10 +75,11 @@ def test_bad_values_are_refused_with_key_and_reason(name, value, message):
     ],
 )
 def test_numbers_and_choices_are_read_or_refused(parse, value, found):
-    try:
+    if isinstance(found, str) and found.startswith("expected"):
+        with pytest.raises(ValueError, match=f"^{re.escape(found)}$"):
+            parse(value)
+    else:
         assert parse(value) == found
-    except ValueError as error:
-        assert str(error) == found
 
 
 def test_a_bad_variable_is_named():

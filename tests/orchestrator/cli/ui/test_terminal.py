@@ -218,7 +218,6 @@ _WRITERS = {
     "cli/commands/top.py": {"Live("},  # is given cells that are escaped
     "engine/log_rules.py": {"print("},  # in a process of its own, read as JSON
     "functions/node.py": {".print_exc("},  # into the log of the rank
-    "ledger/schema.py": {"sys.stdout.write"},  # the schema
 }
 
 
