@@ -20,11 +20,11 @@ PROMISES: dict[str, list[tuple[str, str]]] = {
         (MODES, "test_what_others_can_write_is_not_believed"),
         ("e2e/test_listening.py", "test_a_job_on_this_machine"),
     ],
-    "| somebody on the same network": [
+    "| a stranger on the same network": [
         (f"{AGENT}/test_link_protocol.py", "test_who_does_not_hold_the_token_is_never_heard_by_the_hub"),
         (STORE, "test_a_stranger_changes_nothing_and_holds_nobody_up"),
     ],
-    "| whoever can write to a checkpoint bucket": [
+    "| a writer to a checkpoint bucket": [
         ("runtime/checkpoint/test_code_in_files.py", "test_no_file_of_a_checkpoint_runs_code"),
         ("runtime/checkpoint/storage/test_remote.py", "test_a_manifest_writes_no_file_outside_of_its_directory"),
     ],
@@ -52,7 +52,7 @@ PROMISES: dict[str, list[tuple[str, str]]] = {
     "`orc launch` is the same as": [
         ("runtime/launch/test_listening.py", "test_a_name_of_this_machine_is_resolved_to_what_others_know_it_by")
     ],
-    "torch's store answers everybody": [
+    "torch's store answers every client": [
         ("runtime/launch/test_listening.py", "test_what_is_written_into_the_store_of_torch_stops_nobody"),
     ],
     "- **Key.** An agent": [
@@ -201,12 +201,12 @@ PROMISES: dict[str, list[tuple[str, str]]] = {
         ("launchers/backends/ssh/test_backend.py", "test_secrets_do_not_outlive_agents_that_were_killed"),
         (f"{AGENT}/test_masking.py", "test_ranks_with_secrets_leave_no_core_file_unless_that_is_asked_for"),
     ],
-    "What is quoted from logs": [
+    "Quotes from logs": [
         (f"{AGENT}/test_masking.py", "test_a_value_is_masked_in_every_form"),
         (f"{AGENT}/test_masking.py", "test_a_tail_is_masked_before_it_is_cut"),
         (f"{AGENT}/test_node.py", "test_secrets_are_blotted_out_of_the_failure_that_travels"),
     ],
-    "`orc launch --aws_access_key_id": [
+    "Accelerate documents `orc launch --aws_access_key_id": [
         (
             "orchestrator/cli/commands/test_launch_documented.py",
             "test_keys_of_aws_leave_the_command_line_and_reach_the_submission_alone",
@@ -223,22 +223,27 @@ PROMISES: dict[str, list[tuple[str, str]]] = {
 }
 # What says how things are, or what is not protected, and promises nothing.
 DESCRIBED = (
-    *("Who is trusted, what listens", "Trusted: the user", "Not trusted:", "| who | can |", "Out of scope:"),
+    *("This page says who is trusted", "Trusted are the user", "Not trusted:", "| who | can |", "Out of scope:"),
     *(
         "| what | where |",
         "| `mpirun`, `deepspeed` daemons",
-        "| `orc clusters check` |",
-        "| `orc clusters check --all-reduce`",
+        "| `orc doctor --cluster`, every pair",
+        "| `orc doctor --cluster`, the all-reduce",
     ),
     *("| `ranks in tests`", "Unix sockets, on a host", "- **Not encrypted.**", "`orc serve` is the one part"),
-    *("Whoever reaches the ports", "Fences, from strong", "1. Machines and a network", "3. A firewall on the nodes"),
+    *(
+        "A client that reaches the ports",
+        "Fences, from strong",
+        "1. Machines and a network",
+        "3. A firewall on the nodes",
+    ),
     *("| checked | when |", "Nothing in a shared directory"),
 )
 
 
 def paragraphs() -> list[str]:
     """Return the paragraphs, entries of lists and rows of tables of the page, but for the reviewer's table of files."""
-    text = PAGE.read_text().partition("## Where a reviewer looks first")[0]
+    text = PAGE.read_text().partition("## Files for a reviewer")[0]
     blocks: list[str] = []
     open_ = False
     for line in text.splitlines():

@@ -109,8 +109,11 @@ def read_cluster(cluster: Cluster) -> ClusterOptions:
     options = validate_options(ClusterOptions, cluster.options, f"{where}: options")
     _check_volumes(options.volumes, where)
     if cluster.root is None or root_volume(options, cluster.root) is None:
+        shared = "volume that all pods share and can write"
         raise SpecError(
-            f"root: {cluster.root or 'nothing'} is in no volume that all pods share and can write",
+            f"root: {cluster.root} is in no {shared}"
+            if cluster.root
+            else f"the cluster has no root, a path in a {shared}",
             where=where,
             hint="Write for example  root: /shared/orc, and in the options  volumes: [{claim: data, path: /shared}].",
         )

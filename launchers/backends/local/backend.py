@@ -195,7 +195,7 @@ class LocalBackend(Backend):
                 hint = "See `nvidia-smi` and `dmesg | grep -i nvrm` here."
                 yield Finding("error", str(error), self.cluster.name, hint)
             else:
-                what = f"the job asks for {asked['gpus']} GPUs, this machine has {gpus}"
+                what = f"the job asks for {asked['gpus']} GPU{'s' * (asked['gpus'] != 1)}, this machine has {gpus}"
                 hint = "Lower resources.gpus_per_node, or choose another cluster."
                 if asked["gpus"] > gpus:
                     yield Finding("error", what, self.cluster.name, hint)

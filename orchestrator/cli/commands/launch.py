@@ -115,7 +115,7 @@ class _Grouped(click.Command):
         for param in self.get_params(ctx):
             if wanted and getattr(param, "group", _OWN) not in wanted:
                 continue
-            if record := param.get_help_record(ctx):
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
                 groups.setdefault(getattr(param, "group", _OWN), []).append(record)
         for name, title in {_OWN: "Options", **GROUPS}.items():
             if name in groups:
