@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ def keep(state_dir: Path, job: NewJob, created_at: float) -> None:
         make_private(path.parent)
         flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC
         with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
-            json.dump({"created_at": created_at, "job": asdict(job)}, file)
+            file.write(json.dumps({"created_at": created_at, "job": vars(job)}))
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

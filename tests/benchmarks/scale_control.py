@@ -46,6 +46,7 @@ from orc.orchestrator.ledger.prune import PruneRule, prune  # noqa: E402
 from orc.orchestrator.ledger.queries import JobFilter  # noqa: E402
 from orc.orchestrator.ledger.records import NewJob  # noqa: E402
 from orc.orchestrator.ledger.upgrade import upgrade  # noqa: E402
+from orc.orchestrator.service import sse  # noqa: E402
 
 SPEC = {
     "name": "many",
@@ -312,7 +313,7 @@ command: /bin/true
 launcher: python
 cluster: CLUSTER
 max_parallel: 50
-sweep: {random: {count: COUNT, seed: 7, parameters: {args.x: {uniform: [0, 1]}}}}
+sweep: {limit: 10000, random: {count: COUNT, seed: 7, parameters: {args.x: {uniform: [0, 1]}}}}
 """
 
 
@@ -571,7 +572,7 @@ def _pruning(client: Client, jobs: int) -> Row:
 
 LOG_BYTES = 10 << 30  # with holes: the file system does not keep them
 FOLLOWERS = 200
-WRITTEN = 8 << 20
+TAIL, WRITTEN = 1 << 20, 8 << 20
 
 
 def followers(full: bool) -> Iterable[Row]:
@@ -591,7 +592,10 @@ def followers(full: bool) -> Iterable[Row]:
                     tx.record(made, Event(Kind.SUBMITTING, 1), Event(Kind.ACCEPTED, 1), attempt_set={"handle": handle})
         log = served.state_dir / "fake" / "orc-many-000000-a1.rank-0.log"
         with log.open("wb") as file:
-            file.truncate(LOG_BYTES)
+            file.truncate(LOG_BYTES - TAIL)
+            file.seek(LOG_BYTES - TAIL)
+            file.write((b"x" * 1023 + b"\n") * (TAIL >> 10))
+        served.ping_s = sse.PING_S
         served.start()
         try:
             yield from asyncio.run(_followed(served, log, count, jobs, idle_s))
@@ -604,7 +608,7 @@ async def _followed(served: Served, log: Path, count: int, jobs: int, idle_s: fl
     headers = {"Authorization": f"Bearer {served.tokens['grace']}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     follow, wanted = "/api/v1/jobs/many-000000/log/stream", LOG_BYTES + WRITTEN
-    listening, began_at, got = asyncio.Semaphore(0), LOG_BYTES - (1 << 20), [0] * count
+    listening, began_at, got = asyncio.Semaphore(0), LOG_BYTES - TAIL, [0] * count
 
     async def listen(http: httpx.AsyncClient, number: int) -> None:
         async with http.stream("GET", follow, params={"offset": began_at}) as answer:

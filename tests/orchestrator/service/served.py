@@ -29,7 +29,7 @@ from orc.orchestrator.client import Client
 from orc.orchestrator.service.server import serve
 from orc.orchestrator.service.settings import Settings
 from orc.orchestrator.service import sse
-sse.PING_S = 1.0
+sse.PING_S = json.loads(sys.argv[5])
 state = Path(sys.argv[1])
 backend = LoggingBackend(state / "fake", hosts=json.loads(sys.argv[3]))
 backend.cluster = backend.cluster.model_copy(update=json.loads(sys.argv[4]))
@@ -50,13 +50,14 @@ class Served:
     process: subprocess.Popen[str] | None = None
     hosts: dict[str, int] = field(default_factory=dict)  # slots by name, where orc places the jobs
     described: dict[str, Any] = field(default_factory=dict)  # of the cluster in clusters.yaml
+    ping_s: float = 1.0  # between two signs of life on a silent stream
 
     def open_client(self) -> Client:
         backend = FakeBackend(self.state_dir / "fake", hosts=self.hosts)
         return Client(self.state_dir, backend_of=lambda _: backend, reconciler=False)
 
     def start(self) -> Served:
-        told = (self.settings, self.hosts, self.described)
+        told = (self.settings, self.hosts, self.described, self.ping_s)
         path = os.pathsep.join([str(FAKES), str(FAKES / "service"), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVE, str(self.state_dir), *map(json.dumps, told)],
