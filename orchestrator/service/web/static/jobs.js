@@ -153,6 +153,7 @@ function show(jobs) {
 
 /** Load the first page again, or the next one. */
 async function load({ older = false, anew = false } = {}) {
+  if (loading && !older && !anew) return void setTimeout(load, 150); // what was asked for by hand comes first
   loading?.abort();
   const mine = (loading = new AbortController());
   try {
@@ -181,7 +182,10 @@ async function load({ older = false, anew = false } = {}) {
       $("empty").hidden = rows.size > 0 || !error.status;
     }
   } finally {
-    if (loading === mine) $("rows").setAttribute("aria-busy", "false");
+    if (loading === mine) {
+      loading = null;
+      $("rows").setAttribute("aria-busy", "false");
+    }
   }
 }
 

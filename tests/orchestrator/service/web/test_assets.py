@@ -16,6 +16,7 @@ PALETTES = {theme: {row[0]: row[1 + index] for row in COLORS} for index, theme i
 # What is written in which colour on what.
 PAIRS = [(text, ground) for text in ("text", "muted", "accent") for ground in ("bg", "surface", "sunken")]
 PAIRS += [(text, ground) for text in ("ok", "fail", "wait") for ground in ("surface", "sunken", f"{text}-bg")]
+PAIRS += [(f"c{number}", ground) for number in range(2, 9) for ground in ("surface", "sunken")]  # ranks, runs
 PAIRS += [("accent", "run-bg"), ("on-accent", "accent"), ("text", "fail-bg"), ("text", "run-bg")]
 
 

@@ -29,6 +29,7 @@ def ended(service) -> str:
 
 
 def test_no_page_leaves_an_error_in_the_console(service, page: Page, ended):
+    other = service.submit("print(2)").id
     said = errors_of(page)
     asked: list[Request] = []
     page.on("request", lambda request: asked.append(request))
@@ -38,6 +39,7 @@ def test_no_page_leaves_an_error_in_the_console(service, page: Page, ended):
         ("/clusters", "#clusters .card"),
         ("/schedules", "#quotas .empty"),
         ("/admin", "#tokens td"),
+        (f"/compare?job={ended}&job={other}", "#code pre"),
         ("/login", "#token"),
     ):
         page.goto(service.url + path)

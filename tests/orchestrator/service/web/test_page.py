@@ -395,7 +395,7 @@ def test_schedules_are_paused_and_deleted_and_quotas_set_and_removed(service, vi
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_fit_every_width_and_have_names_for_everything(service, page: Page, failed, scheme):
+def test_pages_fit_every_width_and_have_names_for_everything(service, page: Page, failed, talking, scheme):
     page.emulate_media(color_scheme=scheme)
     for path, ready in (
         ("/", "#rows tr"),
@@ -404,6 +404,7 @@ def test_pages_fit_every_width_and_have_names_for_everything(service, page: Page
         ("/schedules", "#quotas .empty"),
         ("/admin", "#tokens td"),
         ("/groups/none", ".error"),
+        (f"/compare?job={failed.id}&job={talking.id}", "#differences td"),
     ):
         page.goto(service.url + path)
         page.locator(ready).first.wait_for()
