@@ -38,7 +38,7 @@ def watch_peers(node: NodeState, now: float, slept: bool) -> None:
                 continue
             on_lost_peer(node, peer, f"node {peer} is lost: {gone[str(peer)]}")
             return
-        beat = node.peer_record(peer, "heartbeat.json")
+        beat = node.heartbeat_of(peer)
         if beat is None:
             continue
         last = node.seen.get(peer)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from orc.launchers.agent.config import AgentConfig
 
 POLL_S = 0.25  # how often the records of others are looked at
+ATTENTIVE = 256  # nodes that are looked at so often
 FAST_POLL_S = 0.02  # the same while the nodes of an attempt find each other
 FAILURE_GRACE_S = 5.0  # ranks whose peer has crashed hang in a collective; there is nothing to save
 RESERVE_BYTES = 32768  # kept on disk so that the exit record can be written when the disk is full
@@ -71,6 +72,7 @@ class NodeState:
         self.heartbeat_s = config.heartbeat_s
         self.peer_timeout_s = config.peer_timeout_s
         # A cut that heals in time must not look longer than it was.
+        self.heartbeat_s *= max(1.0, config.nnodes / ATTENTIVE)  # node 0 reads those of all
         self.heartbeat_s = min(self.heartbeat_s, self.peer_timeout_s / 6)
         self.grace_s = config.grace_s
         self.preempt_exit = config.preempt_exit
@@ -110,6 +112,7 @@ class NodeState:
         self.stacks: Any = None  # what this node has been asked for
         self.stalled = ""  # what a rank has reported of a stall
         self.unexplained: tuple[Rank, float] | None = None  # a failed launcher, until (monotonic) another node says why
+        self.beats: dict[int, tuple[int, dict[str, Any] | None]] = {}  # when it was written, and its content
         self.watch = [0] if node else list(range(1, self.nnodes))
         self.seen: dict[int, tuple[object, float]] = {}  # peer -> (its last heartbeat, when it was new, monotonic)
         self.next_beat = self.next_poll = self.last_poll = 0.0
@@ -157,6 +160,18 @@ class NodeState:
         """Return a record of the peer's current incarnation."""
         record = read_json(os.path.join(self.attempt_dir, f"node-{peer}", name))
         return record if record is not None and int(record.get("restart", 0)) == self.restart else None
+
+    def heartbeat_of(self, peer: int) -> dict[str, Any] | None:
+        """Return the last heartbeat of a peer; read again when it has changed, where the file is on this host."""
+        if not self.link:
+            return self.peer_record(peer, "heartbeat.json")
+        try:
+            changed = os.stat(os.path.join(self.attempt_dir, f"node-{peer}", "heartbeat.json")).st_mtime_ns
+        except OSError:
+            return None
+        if self.beats.get(peer, (0, None))[0] != changed:
+            self.beats[peer] = changed, self.peer_record(peer, "heartbeat.json")
+        return self.beats[peer][1]
 
     def shim_records(self, running: bool = False) -> dict[int, dict[str, Any]]:
         """Return the records of the shims around a launcher's ranks, by rank: ends, or with *running* starts."""

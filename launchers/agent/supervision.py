@@ -21,7 +21,7 @@ from orc.launchers.agent.peers import on_peer_stop, watch_peers
 from orc.launchers.agent.processes import decode_wait_status
 from orc.launchers.agent.records import read_json
 from orc.launchers.agent.signals import ENDING, NEWS, next_signal
-from orc.launchers.agent.state import FAST_POLL_S, POLL_S, NodeState, Rank
+from orc.launchers.agent.state import ATTENTIVE, FAST_POLL_S, POLL_S, NodeState, Rank
 from orc.launchers.agent.stop import StopRequest
 
 TYPE_CHECKING = False
@@ -136,7 +136,8 @@ class Supervisor(NodeState):
         self.last_poll = now
         # The link tells when something comes; files that hosts share do not.
         hurry = self.state == "waiting" and now - self.begun < 10 and not self.link
-        self.next_poll = now + (FAST_POLL_S if hurry else POLL_S)
+        pace = max(1.0, self.nnodes / ATTENTIVE)  # each look is one at all of them
+        self.next_poll = now + (FAST_POLL_S if hurry else POLL_S * pace)
         deadline = self.config.deadline_s
         if self.stop is None and deadline is not None and now - self.begun >= float(deadline):
             stall = self.stall()

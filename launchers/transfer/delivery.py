@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from orc.launchers.snapshot.content_store import ContentStore
 
 
+_KEPT_BYTES = 64 << 20  # of contents; so many are packed once for all hosts
 Progress = Callable[[str, int, int], None]  # host, bytes there, bytes it lacked
 
 
@@ -129,9 +130,11 @@ class _Delivery:
         self._dry_run = dry_run
         self._on_progress = on_progress
         self._lock = threading.Lock()
+        self._packing = threading.Lock()
         self._sessions: list[ReceiverSession] = []
         self._manifests: dict[tuple[str, ...], str] = {}
         self._contents: dict[str, Content] = {}
+        self._archives: dict[tuple[str, ...], list[tuple[bytes, int]]] = {}
 
     def to_first(self, targets: Mapping[str, tuple[Transport, str]]) -> dict[str, SyncReport]:
         """Deliver to the first host that answers, for all of them."""
@@ -205,7 +208,13 @@ class _Delivery:
 
         try:
             contents = self._sources(missing, session.host)
-            send_contents(contents, session.write, compress=is_compressible(contents), sent=sent)
+            if size <= _KEPT_BYTES:
+                for piece, count in self._archive(contents):
+                    if piece:
+                        session.write(piece)
+                    sent(count)
+            else:
+                send_contents(contents, session.write, compress=is_compressible(contents), sent=sent)
         except OSError as error:
             what = f"cannot read the snapshot: {error.strerror or error}"
             raise _UnreadableSnapshot(what, where=where, hint="Try again.") from None
@@ -216,6 +225,21 @@ class _Delivery:
             if digests not in self._manifests:
                 self._manifests[digests] = pack_manifests([self.bundles[digest].to_dict() for digest in digests])
             return self._manifests[digests]
+
+    def _archive(self, contents: Sequence[Content]) -> list[tuple[bytes, int]]:
+        """Return the archive of *contents* in pieces, each with the bytes before compression; most hosts want one."""
+        key = tuple(content.sha256 for content in contents)
+        with self._packing:
+            if key not in self._archives:
+                pieces: list[tuple[bytes, int]] = []
+                send_contents(
+                    contents,
+                    lambda piece: pieces.append((piece, 0)),
+                    compress=is_compressible(contents),
+                    sent=lambda count: pieces.append((b"", count)),
+                )
+                self._archives = {key: pieces}
+            return self._archives[key]
 
     def _sources(self, hashes: Iterable[str], host: str) -> list[Content]:
         """Return the files that hold these contents. Raises `BackendError` for a hash that is in no manifest."""

@@ -1,28 +1,31 @@
 """How cost grows with nodes and ranks, by simulation: object stores, sharded saves, agreement, agents, fan-out.
 
-    python tests/benchmarks/scale_nodes.py [row ...]
-
-Each function measures one row at several sizes. Requests, rounds and bytes are counted; seconds of processor time
-stand beside wall time, which other programs of the machine disturb.
+`bench_scale.py` runs it. Each function measures one part at several sizes. Requests, rounds and bytes are counted;
+seconds of processor time stand beside wall time, which other programs of the machine disturb.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import multiprocessing
 import os
+import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from harness import Row, report
+from harness import Row
 
 ROUND_TRIP_S = float(os.environ.get("ROUND_TRIP_S", "0.02"))
 
@@ -221,15 +224,183 @@ def sharded_plans(sizes: tuple[int, ...] = (32, 64, 128), tensors: int = 2000) -
     return rows
 
 
-ROWS = (object_store, sharded_plans, agreement)
+def _processor_s(pid: int) -> float:
+    """Seconds of processor time that the process *pid* has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main(names: list[str]) -> None:
-    """Measure the rows called *names*, or all."""
-    for measure in ROWS:
-        if not names or measure.__name__ in names:
-            report(measure())
+def agents(sizes: tuple[int, ...] = (128, 512, 1000), watched_s: float = 20.0) -> list[Row]:
+    """Node 0 as it is, and the others as connections of this process: they meet, live for a while, and one dies."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launchers"))
+    from agent.conftest import Attempt, Linked, attempt
+    from agent.test_link_protocol import IDLE, Many
+
+    from orc.launchers.agent.link.channel import PeerDisconnected
+
+    class Patient(Many):
+        """They come all at once, and come again where node 0 is too busy for them."""
+
+        async def join(self, node: int, port: int) -> None:
+            while node not in self.channels:
+                with contextlib.suppress(OSError, PeerDisconnected):
+                    await super().join(node, port)
+                await asyncio.sleep(0.2)
+
+    rows = []
+    for nodes in sizes:
+        with tempfile.TemporaryDirectory() as directory:
+            making = attempt.__wrapped__(Path(directory))
+            job: Attempt = next(making)(IDLE, nnodes=nodes, link=True, peer_timeout_s=30.0, heartbeat_s=2.0)
+            first = Linked([job])
+            began = time.perf_counter()
+            first.start(0)
+            many = Patient(first.hub["port"], nodes - 1)
+            try:
+                many.until_all_have("rendezvous-r0.json", 120)
+                job.until_log("ready")
+                met = time.perf_counter() - began
+                pids = first.lease(0)["pid"], first.process_of_link(0)
+                spent, until_s = [_processor_s(pid) for pid in pids], time.monotonic() + watched_s
+                next_beat = time.monotonic()
+                while time.monotonic() < until_s:
+                    if time.monotonic() >= next_beat:
+                        next_beat += min(2.0 * max(1.0, nodes / 256), 30.0 / 6)  # as the agents'
+                        for node, channel in many.channels.items():
+                            beat = {"restart": 0, "state": "running", "at": time.time(), "ranks_alive": 8}
+                            many.send(channel, f"node-{node}/heartbeat.json", beat)
+                    many.step()
+                spent = [(_processor_s(pid) - before) / watched_s for pid, before in zip(pids, spent, strict=True)]
+                dead = nodes // 2
+                many.channels[dead].writer.close()
+                began = time.perf_counter()
+                many.got.pop(dead)
+                many.until_all_have("stop-r0.json", 120)
+                stopped = time.perf_counter() - began
+            finally:
+                many.close()
+                if not first.over(0):
+                    os.kill(first.lease(0)["pid"], signal.SIGKILL)
+                making.close()
+        name = f"{nodes} agents"
+        rows.append(Row(f"{name}: start to rendezvous", "", met, None, "s", None, 30, "ours"))
+        rows.append(Row(f"{name}: agent of node 0, share of a core", "", 100 * spent[0], None, "%", None, None))
+        rows.append(Row(f"{name}: its link, share of a core", "", 100 * spent[1], None, "%", None, None))
+        rows.append(Row(f"{name}: from the end of one to the stop of all", "", stopped, None, "s", None, 36, "ours"))
+    return rows
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def verdict(sizes: tuple[int, ...] = (100, 300, 1000), ranks: int = 8) -> list[Row]:
+    """The records and logs of an attempt whose rank in the middle failed first, all others because of it."""
+    from orc.launchers.attempts.logs import LogSelector
+    from orc.launchers.attempts.reader import log_selectors, read_attempts, read_log
+    from orc.launchers.remote.transport import LocalTransport
+
+    class Counting(LocalTransport):
+        calls, size = 0, 0
+
+        def read_many(self, *given: Any, **options: Any) -> dict[str, bytes]:
+            self.calls += 1
+            return super().read_many(*given, **options)
+
+        def read(self, *given: Any, **options: Any) -> bytes:
+            data = super().read(*given, **options)
+            self.size += len(data)
+            return data
+
+    rows = []
+    for nodes in sizes:
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "logs").mkdir()
+            Path(directory, "agent.json").write_text(json.dumps({"format": 1, "nnodes": nodes, "nproc": ranks}))
+            first = nodes * ranks // 2
+            for node in range(nodes):
+                own = range(node * ranks, (node + 1) * ranks)
+                for rank in own:
+                    Path(directory, "logs", f"rank-{rank}.log").write_text(f"line of rank {rank}\n" * 1000)
+                failed = first if first in own else own[0]
+                failure = {"rank": failed, "node": node, "exit_code": 1, "signal": None, "at": 10.0 + (failed != first)}
+                ends = {str(rank): {"exit_code": 1, "signal": None} for rank in own}
+                common = {"restart": 0, "node": node, "host": f"h{node}", "at": 1.0}
+                end = {"outcome": "crash", "exit_status": 1, "first_failure": failure, "ended_at": 12.0, "ranks": ends}
+                (Path(directory) / f"node-{node}").mkdir()
+                for name, record in (("lease", common), ("exit", {**common, **end})):
+                    Path(directory, f"node-{node}", f"{name}.json").write_text(json.dumps(record))
+            transport = Counting()
+            spent = time.process_time()
+            found = read_attempts(transport, [directory])[directory].verdict()
+            spent = time.process_time() - spent
+            assert found is not None
+            assert found.first_failure is not None
+            assert found.first_failure.rank == first
+            listed, calls = len(log_selectors(transport, directory)), transport.calls
+            chunks = list(read_log(transport, directory, LogSelector(rank=first)))
+            assert (listed, len(chunks)) == (nodes * ranks, 1)
+        name = f"{nodes * ranks} ranks of {nodes} nodes"
+        rows.append(Row(f"{name}: round trips to the verdict", "", calls, None, "", None, 3, "ours"))
+        rows.append(Row(f"{name}: processor time to the verdict", "", spent, None, "s", None, None))
+        rows.append(
+            Row(f"{name}: bytes of logs read to list all and show one", "", transport.size, None, "", None, None)
+        )
+    return rows
+
+
+def fan_out(sizes: tuple[int, ...] = (16, 64, 256), patience_s: float = 300.0) -> list[Row]:
+    """A snapshot of 8 MB to hosts that are directories of this machine; the first answers when all others have it."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launchers"))
+    from transfer.conftest import Host, targets
+
+    from orc.launchers.snapshot.content_store import ContentStore
+    from orc.launchers.snapshot.scan import scan
+    from orc.launchers.transfer import sync
+
+    class Late(Host):
+        def stream(self, argv: Any, **options: Any) -> Any:
+            end = time.monotonic() + patience_s
+            while (left := without()) and time.monotonic() < end:
+                time.sleep(0.2)
+            delayed.append(left)
+            return super().stream(argv, **options)
+
+    def without() -> int:
+        """How many of the other hosts do not have it."""
+        others = [host for name, host in hosts.items() if name != "node0"]
+        return sum(not host.store.root.joinpath("trees", bundle.digest).exists() for host in others)
+
+    rows = []
+    for count in sizes:
+        delayed: list[int] = []
+        with tempfile.TemporaryDirectory() as directory:
+            tree, store = Path(directory, "tree"), ContentStore(Path(directory, "store"))
+            tree.mkdir()
+            for number in range(200):
+                (tree / f"module_{number}.py").write_text(f"VALUE = {number}\n" * 3000)
+            bundle = store.ingest(scan(tree))
+            hosts = {
+                f"node{number}": (Host if number else Late)(f"node{number}", Path(directory, f"hosts/{number}"))
+                for number in range(count)
+            }
+            began, spent = time.perf_counter(), time.process_time()
+            reports = sync([bundle], store, targets(hosts))
+            wall, spent = time.perf_counter() - began, time.process_time() - spent
+            assert not [report.error for report in reports.values() if report.error]
+        name = f"a snapshot to {count} hosts"
+        streams = max(len(host.started) for host in hosts.values())
+        rows.append(Row(f"{name}: streams per host", "", streams, None, "", None, 1, "ours"))
+        rows.append(
+            Row(f"{name}: sent to each", "", max(one.sent for one in reports.values()), None, "bytes", None, None)
+        )
+        rows.append(Row(f"{name}: processor time here, per host", "", 1e3 * spent / count, None, "ms", None, None))
+        rows.append(Row(f"{name}: hosts that a slow one delays", "", delayed[0], None, "", None, 0, "ours"))
+        rows.append(Row(f"{name}: wall time", "", wall, None, "s", None, None))
+    return rows
+
+
+PARTS: dict[str, Callable[[bool], list[Row]]] = {
+    "object-store": lambda full: object_store() if full else object_store((150,)),
+    "sharded-plans": lambda full: sharded_plans() if full else sharded_plans((16,)),
+    "agreement": lambda full: agreement() if full else agreement((32,)),
+    "agents": lambda full: agents() if full else agents((64,), 5.0),
+    "verdict": lambda full: verdict() if full else verdict((100,)),
+    "fan-out": lambda full: fan_out() if full else fan_out((8,)),
+}

@@ -94,23 +94,23 @@ class LinkClient(LinkEndpoint):
     async def try_address(self, address: str, delay_s: float) -> Channel | None:
         """Return a connection to node 0 at *address*, with the handshake done; `None` when there is none."""
         await asyncio.sleep(delay_s)
-        writer = None
+        writer, patience = None, CONNECT_S * self.slowness
         async with self.one_shakes_hands:  # a busy node 0 is not called again because it is slow to answer
             if self.welcomed is not None:
                 return None
         try:
             found = await asyncio.get_running_loop().getaddrinfo(address, self.port, type=socket.SOCK_STREAM)
             opened = Channel.connected(str(found[0][4][0]), self.port, self.context)
-            channel = await asyncio.wait_for(opened, CONNECT_S)
+            channel = await asyncio.wait_for(opened, patience)
             writer = channel.writer
             async with self.one_shakes_hands:
                 if self.welcomed is None:
-                    await asyncio.wait_for(self.shake_hands(channel), CONNECT_S)
+                    await asyncio.wait_for(self.shake_hands(channel), patience)
                     self.welcomed = channel
             if self.welcomed is not channel:
                 return None
         except asyncio.TimeoutError:
-            self.failed(address, OSError(errno.ETIMEDOUT, f"no answer within {CONNECT_S:g} s"))
+            self.failed(address, OSError(errno.ETIMEDOUT, f"no answer within {patience:g} s"))
         except PeerDisconnected as error:
             self.errors[address] = str(error)
         except OSError as error:

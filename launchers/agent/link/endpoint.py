@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 
 from orc.launchers.agent.errors import log_stderr
 from orc.launchers.agent.link.channel import MESSAGE_BYTES, Channel, PeerDisconnected
-from orc.launchers.agent.link.records import Files, is_record
+from orc.launchers.agent.link.records import HEARTBEAT, Files, is_record
 from orc.launchers.agent.messages import encode_message
 from orc.launchers.agent.records import refresh_json
 from orc.launchers.agent.signals import NEWS, signal_process
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SCAN_S = 0.1  # how often the own files are looked at; the agent says when it has written one
 FAST_FOR_S = 20.0  # at first more often, where others than the agent write them
 HANDSHAKE_S = 5.0  # for that of TLS, and as long for the first messages
+_ATTENTIVE = 256  # nodes that meet as fast as a few
 GONE_S = 6.0  # a closed or refused connection that stays so is an agent that has ended
 
 
@@ -40,6 +41,8 @@ class LinkEndpoint(ABC):
         self.restart = int(settings["restart"])
         self.marker = str(settings["marker"])
         self.token = str(settings["token"])
+        self.nnodes = int(settings["nnodes"])
+        self.slowness = max(1.0, self.nnodes / _ATTENTIVE)  # of a node 0 that all the others call at once
         self.heartbeat_s = float(settings["heartbeat_s"])
         self.peer_timeout_s = float(settings["peer_timeout_s"])
         # No sign for so long: the connection is dead, and a new one is tried.
@@ -52,6 +55,7 @@ class LinkEndpoint(ABC):
         self.agent = os.getppid()
         self.begun = time.monotonic()
         self.channels: list[Channel] = []  # after the handshake
+        self.states: dict[str, Any] = {}  # that heartbeats have told; the agent looks at those in its own time
         self.gone: dict[int, str] = {}  # peers whose agents have ended without a word, and how that is known
         self.handed_over = False  # a connection has ended after it had carried this node's exit record
         self.server_is_over = False  # node 0's exit record has come
@@ -102,10 +106,12 @@ class LinkEndpoint(ABC):
                 if "name" in message:
                     channel.received += 1
                     self.on_record(channel, str(message["name"]), message.get("record"))
-                    channel.due.set()
+                    if not HEARTBEAT.fullmatch(str(message["name"])):  # those are confirmed with the next record
+                        channel.due.set()
                 elif "stored" in message:
                     channel.acknowledged = int(message["stored"])
-                    self.wake.set()
+                    if f"node-{self.node}/exit.json" in self.table:  # else nobody asks whether all is delivered
+                        self.wake.set()
                 elif "refused" in message:
                     self.on_refused(str(message["refused"]))
         except PeerDisconnected as error:
@@ -161,8 +167,10 @@ class LinkEndpoint(ABC):
     def accept_record(self, name: str, record: Any) -> bool:
         """Store a record from the other side; False for what cannot be one."""
         stored = is_record(name) and isinstance(record, dict) and self.files.store(name, record)
-        if stored:
+        if stored and not (HEARTBEAT.fullmatch(name) and self.states.get(name) == record.get("state")):
             self.notify_agent()
+        if stored and HEARTBEAT.fullmatch(name):
+            self.states[name] = record.get("state")
         return stored
 
     def notify_agent(self) -> None:

@@ -30,7 +30,6 @@ class LinkServer(LinkEndpoint):
     def __init__(self, settings: Mapping[str, Any], listener: socket.socket) -> None:
         super().__init__(settings)
         self.listener = listener
-        self.nnodes = int(settings["nnodes"])
         self.context = tls_context(self.token, server=True)
         # From Python 3.11 on a buffer that each connection keeps: 256 KiB, unless told otherwise.
         SSLProtocol.max_size = 1 << 14
@@ -49,16 +48,19 @@ class LinkServer(LinkEndpoint):
             except OSError:
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
-            if len(self.strangers) >= STRANGERS:  # who belongs here has said so long before it is the oldest
+            if len(self.strangers) >= max(
+                STRANGERS, 2 * self.nnodes
+            ):  # who belongs here has said so long before it is the oldest
                 self.strangers.pop(0).cancel()
             self.strangers.append(loop.create_task(self.on_connection(sock)))
 
     async def on_connection(self, sock: socket.socket) -> None:
         """Find out who connects, then exchange records."""
         task, channel = asyncio.current_task(), None
+        patience = HANDSHAKE_S * self.slowness
         try:
-            channel = await asyncio.wait_for(Channel.accepted(sock, self.context), HANDSHAKE_S)
-            await asyncio.wait_for(self.shake_hands(channel), HANDSHAKE_S)
+            channel = await asyncio.wait_for(Channel.accepted(sock, self.context), patience)
+            await asyncio.wait_for(self.shake_hands(channel), patience)
         except (PeerDisconnected, OSError, asyncio.TimeoutError):
             return
         finally:

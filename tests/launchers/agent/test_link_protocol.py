@@ -224,7 +224,15 @@ def test_a_crowd_of_strangers_keeps_nobody_out(linked):
 
 @pytest.mark.parametrize("told", [False, True])
 def test_a_hub_that_goes_after_its_last_record_has_that_of_the_joiner_though_it_did_not_say_so(tmp_path, told):
-    settings = {"node": 1, "restart": 0, "marker": "m", "token": TOKEN, "heartbeat_s": 1, "peer_timeout_s": 9}
+    settings = {
+        "node": 1,
+        "restart": 0,
+        "marker": "m",
+        "token": TOKEN,
+        "heartbeat_s": 1,
+        "peer_timeout_s": 9,
+        "nnodes": 2,
+    }
 
     async def check():
         joiner = LinkClient({**settings, "attempt_dir": str(tmp_path), "hub": {"port": 1, "addresses": []}})
@@ -242,6 +250,33 @@ def test_a_hub_that_goes_after_its_last_record_has_that_of_the_joiner_though_it_
         return joiner.state()["handed_over"]
 
     assert asyncio.run(check()) is told
+
+
+def test_a_heartbeat_that_says_nothing_new_costs_neither_an_answer_nor_a_look_of_the_agent(tmp_path):
+    settings = {"node": 0, "restart": 0, "marker": "m", "token": TOKEN, "heartbeat_s": 60, "peer_timeout_s": 360}
+
+    async def check():
+        hub = LinkServer({**settings, "nnodes": 1000, "attempt_dir": str(tmp_path)}, socket.socket())
+        hub.wake, looks, answers = asyncio.Event(), [], []
+        hub.notify_agent = lambda: looks.append(len(hub.states))
+        channel, joiner = await pair()
+        channel.node = 5
+        serving = asyncio.ensure_future(hub.serve(channel))
+        looks.clear()  # for the state of the link
+        send = channel.send
+        channel.send = lambda message: (answers.append(message), send(message))
+        for number in range(20):
+            state = "waiting" if number < 10 else "running"
+            beat = {"restart": 0, "state": state, "at": number}
+            joiner.send({"name": "node-5/heartbeat.json", "record": beat})
+        joiner.send({"name": "node-5/lease.json", "record": {"restart": 0}})
+        while not answers:
+            await asyncio.sleep(0.01)
+        joiner.writer.close()
+        await serving
+        return answers, len(looks), read_json(str(tmp_path / "node-5/heartbeat.json"))["at"]
+
+    assert asyncio.run(asyncio.wait_for(check(), 20)) == ([{"stored": 21}], 3, 19)
 
 
 def test_a_node_0_that_is_slow_to_answer_keeps_the_first_connection_though_it_has_many_addresses(tmp_path):

@@ -20,9 +20,9 @@ from orc.launchers.remote import programs
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.snapshot.scan import Bundle
-from orc.launchers.transfer import session, sync
+from orc.launchers.transfer import delivery, session, sync
 from orc.launchers.transfer.delivery import SyncReport, raise_first
-from orc.launchers.transfer.wire import pack_manifests
+from orc.launchers.transfer.wire import pack_manifests, send_contents
 
 from .conftest import Host, state_of, targets
 
@@ -73,6 +73,21 @@ def test_every_host_gets_each_content_once_from_the_laptop(code: Bundle, store: 
     assert sources(reports) == ["laptop"] * 4
     assert all(700_000 < report.sent < 1_000_000 for report in reports.values())
     assert all(report.contents == len({e.sha256 for e in code.entries if not e.target}) for report in reports.values())
+
+
+def test_what_many_hosts_lack_is_packed_once(
+    code: Bundle, store: ContentStore, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = []
+
+    def send(contents: Any, *rest: Any, **options: Any) -> None:
+        packed.append(len(contents))
+        send_contents(contents, *rest, **options)
+
+    monkeypatch.setattr(delivery, "send_contents", send)
+    reports = good(sync([code], store, targets(lab(4))))
+    assert len(packed) == 1
+    assert len({report.sent for report in reports.values()}) == 1
 
 
 def test_only_what_is_missing_is_sent(tree: Path, code: Bundle, store: ContentStore, lab: Lab) -> None:
