@@ -157,7 +157,7 @@ PROMISES: dict[str, list[tuple[str, str]]] = {
         (f"{AGENT}/test_node.py", "test_ranks_keep_the_users_umask_and_records_are_private"),
         ("launchers/test_paths.py", "test_the_state_directory_is_private_and_made_once"),
     ],
-    "What another user could have written": [
+    "orc does not trust files that another user could have written": [
         (MODES, "test_what_belongs_to_another_user_is_not_believed"),
         (MODES, "test_a_link_of_another_user_is_not_followed"),
         (MODES, "test_a_directory_above_may_be_sticky_and_the_last_may_not"),
@@ -178,7 +178,7 @@ PROMISES: dict[str, list[tuple[str, str]]] = {
         ("launchers/snapshot/test_manifest.py", "test_links_out_of_the_tree_are_refused"),
         ("launchers/containers/test_program.py", "test_an_archive_cannot_reach_out_of_its_place"),
     ],
-    "A working directory may be": [
+    "A working directory may come": [
         ("launchers/snapshot/test_scan.py", "test_git_runs_nothing_that_a_repository_asks_for"),
         ("launchers/snapshot/test_scan.py", "test_files_with_credentials_are_named"),
         ("launchers/spec/test_interpolation.py", "test_references_expand_to_a_bounded_size"),
@@ -188,7 +188,7 @@ PROMISES: dict[str, list[tuple[str, str]]] = {
         ("orchestrator/cli/ui/test_terminal.py", "test_nothing_prints_past_the_escaping"),
         ("orchestrator/cli/ui/test_terminal.py", "test_logs_are_byte_for_byte_where_no_terminal_is"),
     ],
-    "Whoever runs in a job's account": [
+    "A process in a job's account": [
         (f"{AGENT}/test_record_border.py", "test_nonsense_in_a_field_spoils_no_other_attempt"),
         (f"{AGENT}/test_record_border.py", "test_whatever_lies_in_the_place_of_a_record_spoils_no_other_attempt"),
         (f"{AGENT}/test_record_border.py", "test_a_job_has_no_more_nodes_than_its_plan"),
