@@ -27,7 +27,7 @@ from orc.launchers.findings import Finding
 from orc.launchers.hosts.node_entry import NodeEntry as NodeEntry
 from orc.launchers.ids import AttemptId
 from orc.launchers.paths import Layout
-from orc.launchers.plan import Plan
+from orc.launchers.plan import Plan, PlanCommand, PlanFile
 from orc.launchers.snapshot.manifest import Snapshot as Snapshot
 
 if TYPE_CHECKING:
@@ -248,6 +248,19 @@ class Backend(AttemptFiles):
         backends that place; without it they show where the job would go on an empty cluster.
         Raises `RenderError` for what cannot be carried.
         """
+
+    def plan_of(
+        self,
+        job: JobSpec,
+        snapshot: Snapshot,
+        attempt: AttemptId,
+        env: Mapping[str, str],
+        files: Sequence[PlanFile],
+        commands: Sequence[PlanCommand],
+    ) -> Plan:
+        """Return the plan of *attempt* at *job* with *files* and *commands*, for ranks with *env* and *snapshot*."""
+        names, name = tuple(job.secrets), self.cluster.name
+        return Plan(attempt, name, self.kind, tuple(files), tuple(commands), env, snapshot.digests, names)
 
     @abc.abstractmethod
     def preflight(self, plan: Plan) -> list[Finding]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.attempts.cause import Cause
@@ -50,3 +52,24 @@ def ended(verdict: AttemptExit, common: dict[str, Any]) -> Observation:
         return Observation(Phase.SUCCEEDED, reason=verdict.reason, **found)
     phase = Phase.CANCELLED if verdict.cause is Cause.CANCELLED else Phase.FAILED
     return Observation(phase, verdict.cause, verdict.reason, **found)
+
+
+def with_cancellation(seen: Observation, records: AttemptRecords) -> Observation:
+    """Return *seen*; what was lost after it was to end has been cancelled."""
+    if records.cancel is None or seen.phase is not Phase.LOST:
+        return seen
+    return replace(seen, phase=Phase.CANCELLED, cause=Cause.CANCELLED, reason="cancelled")
+
+
+def with_word(seen: Observation, told: Sequence[tuple[Cause, str, str]]) -> Observation:
+    """Return *seen*, with what a platform has *told* of parts where agents left no word: cause, reason, host.
+
+    With the first part that fails the others are told to end, and record a preemption: that is not the cause.
+    """
+    followed = seen.cause is Cause.PREEMPTED and seen.exit is not None and not seen.exit.complete
+    if not told or not (followed or seen.phase is Phase.LOST):
+        return seen
+    cause, reason, host = next((each for each in told if each[0] is not Cause.PREEMPTED), told[0])
+    lost = cause is Cause.NODE_FAILURE
+    phase = Phase.LOST if lost else Phase.FAILED
+    return replace(seen, phase=phase, cause=cause, reason=reason, failed_hosts=(host,) if lost else ())

@@ -12,6 +12,8 @@ import os
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from orc.launchers.containers.layout import SOURCE, TREES
 from orc.launchers.errors import BackendError
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.listing import encode
+from orc.runtime.checkpoint.storage import s3
 
 if TYPE_CHECKING:
     from orc.launchers.containers.objects import ObjectStore
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = "orc/launchers/containers/"
 _MODULES = ("output.py", "program.py")  # run in containers
+PLAIN_ENTRY = Path(__file__).with_name("entry.py")
 
 
 def stage(objects: ObjectStore, place: str, snapshot: Snapshot, state_dir: Path) -> None:
@@ -35,11 +39,23 @@ def stage(objects: ObjectStore, place: str, snapshot: Snapshot, state_dir: Path)
     """
     if objects.exists(place + SOURCE):
         return
+    with _packing(snapshot, state_dir) as archive:
+        objects.put(place + SOURCE, archive)
+
+
+def packed(snapshot: Snapshot, state_dir: Path) -> bytes:
+    """Return the archive of *snapshot*, whose trees are in the store of *state_dir*. Raises `BackendError`."""
+    with _packing(snapshot, state_dir) as archive:
+        return archive.read_bytes()
+
+
+@contextmanager
+def _packing(snapshot: Snapshot, state_dir: Path) -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(prefix="archive-", dir=state_dir) as directory:
             archive = Path(directory) / SOURCE
             pack(snapshot, ContentStore(state_dir / "store"), archive)
-            objects.put(place + SOURCE, archive)
+            yield archive
     except OSError as error:
         raise BackendError(
             f"cannot pack the snapshot: {error.strerror or error}", where=str(error.filename or state_dir)
@@ -82,6 +98,7 @@ def entry_program(platform: Path) -> bytes:
         _PACKAGE,
     ]  # namespace packages: what is unpacked later has parts of them
     files = {"__main__.py": platform, **{_PACKAGE + name: here / name for name in _MODULES}}
+    files |= {"mirror.py": here / "mirror.py", "s3.py": Path(s3.__file__)}  # for other interpreters, as they are
     found = io.BytesIO()
     with zipfile.ZipFile(found, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in folders:

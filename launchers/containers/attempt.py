@@ -23,12 +23,17 @@ def upload_inputs(objects: ObjectStore, place: str, agents: str, secrets: Mappin
     *agents* is the content of ``agent.json``, *secrets* are values by name, *platform* is as of `entry_program`.
     """
     objects.put(place + AGENT, agents.encode())
-    # What an earlier try has left may be read by its containers at this moment.
-    if json.loads(agents).get("link") and not objects.exists(place + LINK):
-        objects.put(place + LINK, (json.dumps({"token": new_link_token()}) + "\n").encode())
-    if secrets:
-        objects.put(place + SECRETS, (json.dumps(dict(secrets)) + "\n").encode())
+    for name, text in private_inputs(agents, secrets).items():
+        # What an earlier try has left may be read by its containers at this moment.
+        if name != LINK or not objects.exists(place + LINK):
+            objects.put(place + name, text.encode())
     objects.put(place + ENTRY, entry_program(platform))
+
+
+def private_inputs(agents: str, secrets: Mapping[str, str]) -> dict[str, str]:
+    """Return the files that only the containers of an attempt may read: a new token of its agents, and the secrets."""
+    found = {LINK: json.dumps({"token": new_link_token()}) + "\n"} if json.loads(agents).get("link") else {}
+    return {**found, SECRETS: json.dumps(dict(secrets)) + "\n"} if secrets else found
 
 
 def remove_private(objects: ObjectStore, place: str, config: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tarfile
 import time
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 EXIT_LAUNCH = 77
 EXIT_STOPPED = 143
 FAILURE_BYTES = 1024  # more is not shown
+REPORT_BYTES = 4096  # Kubernetes keeps no more of a container that has ended
+DELIVERY_S = 30.0  # for the last records, to the object store
 LOOK_S = 0.05  # how often logs are read
 HUB_TIMEOUT_S = 900.0  # the containers of a job start minutes apart: the image is loaded on each machine
 GREETING_BYTES = 4096
@@ -51,10 +54,11 @@ class Container:
     hosts: Sequence[str]  # names by which the containers reach each other, in the order of their nodes
     node: int
     inputs: str  # the directory of agent.json, with several hosts link.json, with secrets secrets.json
-    archive: str  # of the snapshot's trees
+    archive: str  # of the snapshot's trees; a URL of an object store, or a path
     variables: Mapping[str, str] = field(default_factory=dict)  # that the platform's containers have
     directories: Sequence[str] = ()  # that the job may expect
     secrets: Callable[[Mapping[str, Any]], bytes | None] = lambda config: None  # that a service of the platform keeps
+    report: str = ""  # where the platform takes the last words of a container from: this node's records, and then 0
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -220,6 +224,45 @@ def wait(seconds: float) -> None:
             raise Stopped
 
 
+# --- the object store, where the platform does not bring files there itself ----------------------------------------
+
+
+def carry(config: Mapping[str, Any], *words: str) -> subprocess.Popen[bytes]:
+    """Start `mirror` with *words*, as a process that has the libraries of the image."""
+    start = "import sys; sys.path.insert(0, sys.argv[1]); import mirror, s3; sys.exit(mirror.main(s3, sys.argv[2:]))"
+    argv = [sys.executable, "-c", start, os.path.abspath(sys.argv[0]), *words]
+    env = {**os.environ, **config.get("env", {})}
+    return subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE if words[0] == "fetch" else None, env=env
+    )
+
+
+def fetched(config: Mapping[str, Any], url: str, target: str) -> str:
+    """Return the path of an object that was fetched to *target*. Raises `Failure`."""
+    process = carry(config, "fetch", url, target)
+    said = process.communicate()[1].decode("utf-8", "replace").strip()
+    if process.returncode:
+        raise Failure(f"{url} cannot be fetched: {said[-FAILURE_BYTES:]}")
+    return target
+
+
+def report_of(directory: str, node: int) -> str:
+    """Return the records of a node that has ended, in `REPORT_BYTES` at most; what people read is left out first."""
+    found: dict[str, Any] = {}
+    for name in ("exit", "lease"):
+        try:
+            found[name] = read_json(os.path.join(directory, f"node-{node}", f"{name}.json"))
+        except Failure:
+            continue
+    failure = (found.get("exit") or {}).get("first_failure") or {}
+    while len(text := json.dumps(found)) > REPORT_BYTES:
+        if tail := str(failure.get("log_tail") or ""):
+            failure["log_tail"] = tail[len(tail) // 2 + 1 :]
+        elif not found.get("exit", {}).pop("ranks", None) and not found.pop("lease", None):
+            return ""
+    return text
+
+
 # --- the end -------------------------------------------------------------------------------------------------------
 
 
@@ -267,7 +310,10 @@ def run(container: Container, failed: Callable[[str], None]) -> int:
     if int(config["nnodes"]) != len(hosts):
         raise Failure(f"the job was made for {config['nnodes']} hosts, and there are {len(hosts)}: {', '.join(hosts)}")
     os.environ.update(container.variables)
-    unpack(container.archive, str(config["root"]))
+    archive = container.archive
+    if "://" in archive:
+        archive = fetched(config, archive, f"{config['root']}.tar.gz")
+    unpack(archive, str(config["root"]))
     for directory in container.directories:
         os.makedirs(directory, exist_ok=True)
     if config.get("work_dir"):
@@ -287,9 +333,21 @@ def run(container: Container, failed: Callable[[str], None]) -> int:
     argv = [sys.executable, "-I", "-S", str(config["runtime_tree"]), "node", path]
     argv += ["--node-rank", str(node), "--owner", owner, "--restart", str(restart)]
     argv += ["--master-host", hosts[0]] if len(hosts) > 1 else []
+    mirror = carry(config, "push", path, str(node)) if (config.get("backend") or {}).get("store") else None
     status, announced = supervise(argv, Logs(str(config.get("logs_dir") or f"{config['attempt_dir']}/logs")))
     if status and not announced:
         failed(failure_text(str(config["attempt_dir"]), node, restart, status))
+    if container.report and (text := report_of(str(config["attempt_dir"]), node)):
+        with open(container.report, "w", encoding="utf-8") as file:
+            file.write(text)
+        if mirror is None and not announced:
+            status = 0  # all is said: a platform that sees a failure would end the others, before they have said theirs
+    if mirror is not None:
+        mirror.stdin.close()  # type: ignore[union-attr]
+        try:
+            mirror.wait(DELIVERY_S)
+        except subprocess.TimeoutExpired:
+            log_line(f"orc: the last records did not reach the object store within {DELIVERY_S:g} s\n")
     return status
 
 

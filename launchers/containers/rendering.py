@@ -37,12 +37,7 @@ def container_config(
     *setup* are all commands before the ranks, *image* says where people name the image instead of in ``environment``.
     Raises `RenderError`.
     """
-    if environment_of(job, cluster).container is not None:
-        raise RenderError(
-            "environment.container: the job runs in a container already",
-            where=job.name,
-            hint=f"Name the image in {image}.",
-        )
+    refuse_container(job, cluster, image)
     config = agent_config(job, snapshot, attempt, cluster, layout, deadline_s=job.resources.time_s, setup=list(setup))
     config = config.replace(
         work_dir=layout.code,
@@ -53,3 +48,10 @@ def container_config(
     if len(hosts) > 1:
         config = config.replace(link=True, min_nodes=len(hosts), hub={"port": link_port, "addresses": [hosts[0]]})
     return config
+
+
+def refuse_container(job: JobSpec, cluster: Cluster, image: str) -> None:
+    """Raise `RenderError` for a job that names a container in ``environment``, and not in *image*."""
+    if environment_of(job, cluster).container is not None:
+        what = "environment.container: the job runs in a container already"
+        raise RenderError(what, where=job.name, hint=f"Name the image in {image}.")

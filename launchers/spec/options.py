@@ -225,6 +225,19 @@ def _sections(kind: Any) -> Iterator[type[BaseModel]]:
         yield from _sections(inner)
 
 
+def joined(base: BaseModel, own: _Model, *, whole: Sequence[str] = ()) -> _Model:
+    """Return *own* over the same fields of *base*: lists go on, mappings are joined but for those of *whole*."""
+    found = {name: getattr(base, name) for name in type(own).model_fields}
+    for name in own.model_fields_set:
+        value, before = getattr(own, name), found[name]
+        if isinstance(value, tuple):
+            value = (*before, *value)
+        elif isinstance(value, dict) and name not in whole:
+            value = {**before, **value}
+        found[name] = value
+    return type(own).model_construct(**found)
+
+
 def validate_options(
     model: type[_Model],
     given: Mapping[str, Any],

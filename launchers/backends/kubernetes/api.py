@@ -4,46 +4,50 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
+from orc.launchers.containers.http import ApiRefusal, exchange, refusal
 from orc.launchers.errors import BackendError, BackendUnreachable
 
 if TYPE_CHECKING:
     from orc.launchers.backends.kubernetes.options import Access
 
-TIMEOUT_S = 30.0
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 PAGE = 500  # objects of a list in one answer
-NEEDED = (
-    ("jobs", ("create", "get", "list", "delete")),
-    ("pods", ("create", "get", "list", "delete")),
-    ("pods/exec", ("create", "get")),
-    ("secrets", ("create", "get", "list", "patch", "delete")),
-    ("persistentvolumeclaims", ("get", "list")),
-    ("events", ("list",)),
-)
-ROLE = (
-    "apiVersion: rbac.authorization.k8s.io/v1\nkind: Role\nmetadata: {name: orc, namespace: %s}\nrules:\n"
-    + "\n".join(
-        f'- {{apiGroups: ["{"batch" if kind == "jobs" else ""}"], resources: [{kind}], verbs: [{", ".join(verbs)}]}}'
-        for kind, verbs in NEEDED
-    )
-)
+GROUPS = {"jobs": "batch/v1", "jobsets": "jobset.x-k8s.io/v1alpha2", "workloads": "kueue.x-k8s.io/v1beta1"}
+_ROLE = "apiVersion: rbac.authorization.k8s.io/v1\nkind: Role\nmetadata: {name: orc, namespace: %s}\nrules:"
+_RULE = '- {apiGroups: ["%s"], resources: [%s], verbs: [%s]}'
+_OBJECTS, _OWNED = ("create", "get", "list", "delete"), ("create", "get", "list", "patch", "delete")
+_NEEDED = {
+    "jobs": _OBJECTS,
+    "pods": _OBJECTS,
+    "pods/exec": ("create", "get"),
+    "pods/log": ("get",),
+    **dict.fromkeys(("secrets", "services", "configmaps"), _OWNED),
+    "persistentvolumeclaims": ("get", "list"),
+    "events": ("list",),
+}
 
 
-class ApiRefusal(BackendError):
-    """The API server has answered with an error: nothing was changed."""
-
-    code = 0
-    kind = ""  # of the object that it is about
+def group_of(resource: str) -> str:
+    """Return the API group of a resource; empty for the core."""
+    return GROUPS.get(resource, "").partition("/")[0]
 
 
-class Uncertain(BackendUnreachable):
-    """The request was sent and no answer came: it may have had its effect."""
+def needed(access: Access) -> dict[str, Sequence[str]]:
+    """Return the verbs that orc needs by resource, with those of what the options say is installed."""
+    more = {"jobsets": (_OBJECTS, "jobset"), "workloads": (("list",), "queue")}
+    return {**_NEEDED, **{name: verbs for name, (verbs, key) in more.items() if getattr(access, key, None)}}
+
+
+def role(access: Access, namespace: str) -> str:
+    """Return the Role that allows that."""
+    rules = [_RULE % (group_of(name), name, ", ".join(verbs)) for name, verbs in needed(access).items()]
+    return "\n".join((_ROLE % namespace, *rules))
 
 
 class Api:
@@ -106,27 +110,20 @@ class Api:
 
     def path(self, resource: str, name: str = "", more: str = "") -> str:
         """Return the path of a resource of the namespace: ``jobs``, ``pods``, ..."""
-        group = "apis/batch/v1" if resource == "jobs" else "api/v1"
+        group = f"apis/{GROUPS[resource]}" if resource in GROUPS else "api/v1"
         return "/".join(filter(None, (f"/{group}/namespaces/{self.namespace}", resource, name, more)))
 
     def request(self, method: str, path: str, query: Mapping[str, Any] | None = None, body: Any = None) -> Any:
         """Return the JSON of the answer; a *body* of text is sent as it is. `Uncertain`: it may have worked."""
-        from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError
+        return json.loads(self.content(method, path, query, body))
 
+    def content(self, method: str, path: str, query: Mapping[str, Any] | None = None, body: Any = None) -> bytes:
+        """Return the answer; see `request`."""
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         url = self.host + path + (f"?{urlencode(query)}" if query else "")
-        headers = {**self.headers(), "accept": "application/json", "content-type": kind}
+        headers = {**self.headers(), "accept": "application/json, text/plain", "content-type": kind}
         data = (body if isinstance(body, str) else json.dumps(body)).encode() if body is not None else None
-        pool = self.client.rest_client.pool_manager
-        try:
-            answer = pool.request(method, url, body=data, headers=headers, timeout=TIMEOUT_S, retries=False)
-        except HTTPError as error:
-            never = isinstance(error, (NewConnectionError, ConnectTimeoutError))
-            what = f"the API server does not answer: {error}"
-            raise (BackendUnreachable if never else Uncertain)(what, where=self.where) from None
-        if answer.status < 300:
-            return json.loads(answer.data)
-        raise self.refusal(answer.status, bytes(answer.data))
+        return exchange(self.client.rest_client.pool_manager, method, url, data, headers, self.refusal, self.where)
 
     def refusal(self, status: int, data: bytes) -> BackendError:
         """Return the error of an answer."""
@@ -135,8 +132,6 @@ class Api:
             what, kind = str(said["message"]), str((said.get("details") or {}).get("kind", ""))
         except (ValueError, KeyError, TypeError, AttributeError):
             what, kind = data.decode(errors="replace")[:200].strip() or f"status {status}", ""
-        if status == 429 or status >= 500:
-            return (Uncertain if status >= 500 else BackendUnreachable)(f"the API server: {what}", where=self.where)
         hint = ""
         if status == 401:
             what = "the API server does not accept the credentials; the token may have run out"
@@ -144,12 +139,10 @@ class Api:
         elif status == 403 and "exceeded quota" in what:
             hint = "Ask for less, or wait until other jobs of the namespace have ended."
         elif status == 403:
-            hint = f"This Role, bound to the account, is what orc needs:\n{ROLE % self.namespace}"
+            hint = f"This Role, bound to the account, is what orc needs:\n{role(self.access, self.namespace)}"
         elif status == 404 and kind == "namespaces":
             hint = "Correct `namespace` under `options:` of the cluster."
-        error = ApiRefusal(what, where=self.where, hint=hint)
-        error.code, error.kind = status, kind
-        return error
+        return refusal(status, what, self.where, hint, kind)
 
     def get(self, resource: str, name: str) -> dict[str, Any] | None:
         """Return an object; `None` when there is none."""

@@ -1,7 +1,11 @@
-"""The backend of kind kubernetes: an attempt is one indexed Job, whose pods share a volume with orc's files."""
+"""The backend of kind kubernetes: an attempt is one indexed Job.
+
+Its pods share a volume with orc's files, or bring what must outlive them to an object store, or leave it with the API.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import posixpath
 import sys
@@ -13,15 +17,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from orc.launchers.agent.config import AgentConfig
 from orc.launchers.attempts.agent_config import agent_config, agent_file
-from orc.launchers.attempts.reader import AttemptRecords, read_attempts
+from orc.launchers.attempts.reader import AttemptRecords
 from orc.launchers.backends import base
-from orc.launchers.backends.base import Cause, Handle, Leftover, Observation, Phase, Placement, Snapshot
+from orc.launchers.backends.base import Handle, Leftover, Observation, Placement, Snapshot
+from orc.launchers.backends.ends import ask_to_end, read_all, read_ends, write_end
 from orc.launchers.backends.kubernetes import checks, manifests, queueing, verdict
-from orc.launchers.backends.kubernetes.api import Api, Uncertain
+from orc.launchers.backends.kubernetes.api import GROUPS, Api
 from orc.launchers.backends.kubernetes.options import KIND, Access, ClusterOptions, PodOptions, read_cluster, read_job
-from orc.launchers.backends.kubernetes.transport import GateTransport
-from orc.launchers.errors import AmbiguousSubmit, BackendError, LaunchError, RenderError
+from orc.launchers.backends.kubernetes.transport import GateTransport, PodFiles
+from orc.launchers.containers.attempt import private_inputs
+from orc.launchers.containers.helper import wait_for
+from orc.launchers.containers.http import Uncertain
+from orc.launchers.containers.layout import AGENT, SECRETS
+from orc.launchers.containers.own_disk import OwnDisk
+from orc.launchers.containers.rendering import refuse_container
+from orc.launchers.containers.urls import UrlTransport
+from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError, RenderError
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
 from orc.launchers.paths import Layout
@@ -31,10 +44,10 @@ from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 from orc.launchers.transfer.targets import Targets
 
-ENDED = "ended.json"  # how an attempt ended whose Job was deleted
 FEW = 20  # attempts whose names fit into a query
 GONE_S = 60.0  # until something that was deleted is gone
-COMPLAINTS = 10  # attempts without pods whose events are read in one look
+MOST = 1 << 20  # bytes of a ConfigMap
+LOST = "; code, records and checkpoints are in the pods alone, and go with them: there is neither `root` nor `store`"
 
 
 class KubernetesBackend(base.Backend):
@@ -56,17 +69,27 @@ class KubernetesBackend(base.Backend):
     def __init__(self, cluster: Cluster, *, state_dir: Path | None = None) -> None:
         super().__init__(cluster, state_dir=state_dir)
         self.options = read_cluster(cluster)
-        self.layout, self.python = Layout.at(self.root), cluster.python or "python3"
+        self.keeps_work = cluster.root is not None
+        place = OwnDisk(manifests.HOME, manifests.INPUTS, f"{manifests.PRIVATE}/own", self.options.store)
+        self.own = place if cluster.root is None else None  # of pods that share no volume
+        self.layout, self.python = place.layout() if self.own else Layout.at(self.root), cluster.python or "python3"
+        self.jobs = "jobsets" if self.options.jobset else "jobs"
         self.api = Api(self.options, f"cluster {cluster.name}")
 
     @property
     def root(self) -> str:
-        """The directory of orc's files, as the pods see it."""
-        return posixpath.normpath(str(self.cluster.root))
+        """The directory of orc's files, as the pods see it, or the place in the object store."""
+        return posixpath.normpath(str(self.cluster.root)) if self.cluster.root else self.options.store or manifests.HOME
+
+    def checkpoint_dir(self, spec: Mapping[str, Any], job: str) -> str:
+        """Return the place of the checkpoints, for people."""
+        return self.own.checkpoints(spec["checkpoint"]["dir"], job) if self.own else super().checkpoint_dir(spec, job)
 
     @cached_property
-    def transport(self) -> GateTransport:
-        """The way to the shared volume."""
+    def transport(self) -> Transport:
+        """The way to the shared volume, or to the object store."""
+        if self.options.store:
+            return UrlTransport(self.api.where)
         gate = manifests.gate_manifest(self.options, self.root, self.python, self.api.where)
         return GateTransport(self.api, gate, self.python)
 
@@ -90,33 +113,50 @@ class KubernetesBackend(base.Backend):
         if job.resources.min_nodes != job.resources.max_nodes:
             what = f"resources.nodes = {job.resources.nodes}: a Job has one number of pods"
             raise RenderError(what, where=job.name, hint="Write one number.")
-        config = agent_config(job, snapshot, attempt, self.cluster, self.layout, deadline_s=job.resources.time_s)
-        if (config.environment or {}).get("kind") == "container":
-            hint = "Name the image in resources.options.kubernetes.image."
-            raise RenderError("environment.container: the pods are containers already", where=job.name, hint=hint)
-        agents = agent_file(config.replace(private_dir=manifests.PRIVATE if job.secrets else None))
-        avoid = placement.avoid if placement else ()
-        made = {"job": manifests.job_manifest(job, attempt, config, agents.path, options, avoid)}
-        if job.secrets:
-            made["secret"] = manifests.secret_manifest(attempt)
-        directory = self.layout.attempt(attempt)
-        files = [PlanFile(f"{directory}/{name}.json", json.dumps(made[name], indent=2) + "\n", 0o600) for name in made]
+        config, command = self._pods(job, snapshot, attempt)
+        wanted = (self.own, config.nnodes > 1 and not self.options.jobset, job.secrets or config.link)
+        owns = [resource for resource, has in zip(manifests.OWNED, wanted, strict=True) if has]
+        made = manifests.job_manifest(job, attempt, command, options, placement.avoid if placement else (), owns)
+        bodies = {self.jobs: manifests.jobset_manifest(made) if self.options.jobset else made}
+        bodies |= {resource: manifests.owned_manifest(resource, attempt) for resource in owns}
+        agents, directory = agent_file(config), self.layout.attempt(attempt)
+        files = [
+            PlanFile(f"{directory}/{name.removesuffix('s')}.json", json.dumps(body, indent=2) + "\n", 0o600)
+            for name, body in bodies.items()
+        ]
         where = f"in the namespace {self.options.namespace or 'of the context'}"
-        return Plan(
-            attempt=attempt,
-            cluster=self.cluster.name,
-            backend=self.kind,
-            files=(agents, *files),
-            # The Secret first: then no pod waits for it.
-            commands=tuple(PlanCommand((f"{KIND}:create", file.path), purpose=where) for file in reversed(files)),
-            env=config.env,
-            trees=snapshot.digests,
-            secrets=tuple(job.secrets),
-        )
+        where += LOST if self.own and not self.own.store else ""
+        # The Job last: then no pod waits for the others.
+        commands = [PlanCommand((f"{KIND}:create", file.path), purpose=where) for file in reversed(files)]
+        return self.plan_of(job, snapshot, attempt, config.env, (agents, *files), commands)
+
+    def _pods(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId) -> tuple[AgentConfig, list[str]]:
+        """Return the configuration of an attempt's agents, and the command of its pods."""
+        image = "resources.options.kubernetes.image"
+        hosts = manifests.pod_names(attempt, job.resources.max_nodes, self.options.jobset)
+        if self.own:
+            config = self.own.config(job, snapshot, attempt, self.cluster, hosts, image)
+            return config, self.own.command(self.python, KIND, snapshot, manifests.INDEX, manifests.REPORT)
+        refuse_container(job, self.cluster, image)
+        config = agent_config(job, snapshot, attempt, self.cluster, self.layout, deadline_s=job.resources.time_s)
+        config = config.replace(private_dir=manifests.PRIVATE if job.secrets else None)
+        return config, manifests.shared_command(config, hosts)
+
+    def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
+        """Bring the trees to the shared volume, or their archive to the object store or the attempt's ConfigMap."""
+        if self.own is None:
+            super().stage(snapshot, plan)
+            return
+        agents = plan.files[0].content if plan else ""
+        inputs = self.own.stage(snapshot, self.state_dir, MOST - len(agents.encode()))
+        if plan is not None:
+            content = {name: base64.b64encode(data).decode() for name, data in inputs.items()}
+            body = {**json.loads(_bodies(plan)["configmaps"]), "data": {AGENT: agents}, "binaryData": content}
+            self.api.create("configmaps", body)
 
     def preflight(self, plan: Plan) -> list[Finding]:
         """Does the API server take the Job (a dry run, with quotas), and are the claims there?"""
-        return checks.preflight(self.api, self.options, plan.files[1].content, self.cluster.name)
+        return checks.preflight(self.api, self.options, self.jobs, _bodies(plan)[self.jobs], self.cluster.name)
 
     def check(self) -> list[Finding]:
         """Can the namespace be used, are the claims there?"""
@@ -129,6 +169,8 @@ class KubernetesBackend(base.Backend):
 
     def stores(self, plan: Plan | None = None) -> Targets:
         """Return the store on the shared volume."""
+        if self.own:
+            return super().stores(plan)
         name = self.cluster.name
         return Targets({name: (self.transport, self.root)}, {name: self.python}, shared=True)
 
@@ -139,64 +181,79 @@ class KubernetesBackend(base.Backend):
         values, name = base.require_secrets(plan, secrets), manifests.job_name(plan.attempt)
         if (there := self._adopt(plan.marker)) is not None:
             return there
-        for file in plan.files:
-            self.transport.write(file.path, file.content.encode(), mode=file.mode)
+        bodies, (transport, home) = _bodies(plan), self.files(Handle(self.cluster.name, self.kind, plan.marker, name))
+        for file in () if isinstance(transport, PodFiles) else plan.files:
+            transport.write(f"{home}/{posixpath.basename(file.path)}", file.content.encode(), mode=file.mode)
         try:
-            if values:
-                body = {**json.loads(plan.files[2].content), "stringData": {"secrets.json": json.dumps(values)}}
-                if self.api.create("secrets", body) is None:  # of an earlier try, or of one at the same time
-                    self.api.request("PATCH", self.api.path("secrets", name), body=body)
-            self.api.create("jobs", plan.files[1].content)
+            if "services" in bodies:
+                self.api.create("services", bodies["services"])
+            if "secrets" in bodies:
+                private = private_inputs(plan.files[0].content if self.own else "{}", values)
+                if self.api.create("secrets", {**json.loads(bodies["secrets"]), "stringData": private}) is None:
+                    # Of an earlier try, or of one at the same time, which may have pods that know its token.
+                    again = {"stringData": {key: text for key, text in private.items() if key == SECRETS}}
+                    self.api.request("PATCH", self.api.path("secrets", name), body=again)
+            self.api.create(self.jobs, bodies[self.jobs])
         except Uncertain as error:
             with suppress(LaunchError):
                 if (there := self._adopt(plan.marker)) is not None:
                     return there
             raise AmbiguousSubmit(error.what, where=error.where) from None
         except LaunchError as error:
-            if values and (left := self._forget_secret(name)):
+            # What was staged stays for who tries it again.
+            kept = {"configmaps"} if isinstance(error, BackendUnreachable) else set()
+            if left := self._forget(name, *(bodies.keys() & {*manifests.OWNED}) - kept):
                 error.hint = f"{error.hint} {left}".lstrip()
             raise
         if (handle := self._adopt(plan.marker)) is None:
             raise AmbiguousSubmit("the Job has gone again", where=f"Job {name}")
         return handle
 
-    def _forget_secret(self, name: str) -> str:
-        """Delete the Secret of an attempt; return what to tell where that failed."""
-        try:
-            self.api.delete("secrets", name)
-        except LaunchError as error:
-            return f"Its Secret {name} may still be there: {error.what}"
-        return ""
+    def _forget(self, name: str, *resources: str) -> str:
+        """Delete objects of an attempt; return what to tell where that failed."""
+        left = ""
+        for resource in resources:
+            try:
+                self.api.delete(resource, name)
+            except LaunchError as error:
+                left = f"{name} may still be among the {resource}: {error.what}"
+        return left
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """Return the Job of the attempt. Without one, its Secret goes where nothing more is to be submitted."""
         handle = self._adopt(marker)
         if handle is None and not complete:
-            self._forget_secret(manifests.job_name(AttemptId.from_marker(marker)))
+            self._forget(manifests.job_name(AttemptId.from_marker(marker)), *manifests.OWNED)
         return handle
 
     def _adopt(self, marker: str) -> Handle | None:
-        """Return the Job of an attempt, whose Secret goes with it from now on."""
+        """Return the Job of an attempt, with which its other objects go from now on."""
         name = manifests.job_name(AttemptId.from_marker(marker))
-        if (job := self.api.get("jobs", name)) is None:
+        if (job := self.api.get(self.jobs, name)) is None:
             return None
         meta = job["metadata"]
-        if (meta.get("annotations") or {}).get(manifests.MARKER) != marker:
+        if (said := meta.get("annotations") or {}).get(manifests.MARKER) != marker:
             what = f"there is a Job named {name} already, and it is not this attempt's"
             raise BackendError(what, where=self.api.where, hint="Submit again.")
-        if any(each["name"] == "orc-secret" for each in job["spec"]["template"]["spec"].get("volumes") or ()):
-            owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": meta["uid"]}
-            body = {"metadata": {"ownerReferences": [owner]}}
-            with suppress(LaunchError):  # `poll` deletes it at the end of the attempt, or `orc prune` later
-                self.api.request("PATCH", self.api.path("secrets", name), body=body)
+        owner = {"apiVersion": GROUPS[self.jobs], "kind": job["kind"], "name": name, "uid": meta["uid"]}
+        for resource in said.get(manifests.OWNS, "").split():
+            with suppress(LaunchError):  # `reap` deletes it after the attempt, or `orc prune` later
+                body = {"metadata": {"ownerReferences": [owner]}}
+                self.api.request("PATCH", self.api.path(resource, name), body=body)
         at = verdict.seconds(meta["creationTimestamp"]) or 0.0
         return Handle(self.cluster.name, self.kind, marker, name, at)
 
     # -- afterwards
 
     def files(self, handle: Handle) -> tuple[Transport, str]:
-        """Return the way to the attempt's directory on the shared volume."""
-        return self.transport, str(self.layout.attempt(AttemptId.from_marker(handle.marker)))
+        """Return the way to the attempt's directory, and its path there."""
+        attempt = AttemptId.from_marker(handle.marker)
+        home = str(self.layout.attempt(attempt))
+        if self.own is None:
+            return self.transport, home
+        if self.own.store:
+            return self.transport, self.own.stored(attempt)
+        return PodFiles(self.api, handle.native_id, home, self.python), home
 
     def _objects(self, handles: Sequence[Handle]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         """Return the Jobs of attempts, and the pods of each, by the Job's name."""
@@ -204,7 +261,7 @@ class KubernetesBackend(base.Backend):
         if not handles:
             return {}, pods
         labels = f"{manifests.ATTEMPT} in ({','.join(pods)})" if len(pods) <= FEW else manifests.ATTEMPT
-        jobs = {job["metadata"]["name"]: job for job in self.api.items("jobs", labels)}
+        jobs = {job["metadata"]["labels"][manifests.ATTEMPT]: job for job in self.api.items("jobs", labels)}
         for pod in self.api.items("pods", labels):
             pods.get(pod["metadata"]["labels"][manifests.ATTEMPT], []).append(pod)
         return {name: job for name, job in jobs.items() if name in pods}, pods
@@ -212,83 +269,67 @@ class KubernetesBackend(base.Backend):
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
         """Return observations: Jobs and pods in two lists, then the records of those whose pods have begun."""
         jobs, pods = self._objects(handles)
-        homes = {handle: self.files(handle)[1] for handle in handles}
-        begun = [
-            home for h, home in homes.items() if verdict.may_have_records(jobs.get(h.native_id), pods[h.native_id])
-        ]
-        planned = {home: handle.nodes for handle, home in homes.items()}
-        records = read_attempts(self.transport, begun, planned) if begun else {}
-        gone = [f"{home}/{ENDED}" for handle, home in homes.items() if handle.native_id not in jobs]
-        ends = self.transport.read_many(gone) if gone else {}
-        bare = [
-            n for n, job in jobs.items() if len(pods[n]) < job["spec"]["completions"] and not verdict.has_ended(job)
-        ]
-        said = {name: self._complaints(name) for name in bare[:COMPLAINTS]}
-        found = {}
-        for handle, home in homes.items():
-            name, own = handle.native_id, records.get(home) or AttemptRecords(home)
-            if (end := ends.get(f"{home}/{ENDED}")) is not None and not own.complete:
-                told = json.loads(end)
-                cause = Cause(told["cause"]) if told["cause"] else None
-                found[handle] = Observation(Phase(told["phase"]), cause, told["reason"], ended_at=told["at"])
+        files = {handle: self.files(handle) for handle in handles}
+        begun = [files[h] for h in handles if verdict.may_have_records(jobs.get(h.native_id), pods[h.native_id])]
+        records = read_all(begun, {files[handle][1]: handle.nodes for handle in handles})
+        ends = read_ends(files[handle] for handle in handles if handle.native_id not in jobs)
+        said, found = queueing.complaints(self.api, jobs, pods), {}
+        for handle, (transport, home) in files.items():
+            name, own, now = handle.native_id, records.get(home) or AttemptRecords(home), time.time()
+            if home in ends and not own.complete:
+                found[handle] = ends[home]
                 continue
-            seen, end_it = verdict.judge(
-                jobs.get(name), pods[name], own, time.time(), handle.submitted_at, said.get(name, "")
-            )
+            job, why = jobs.get(name), said.get(name, "")
+            seen, end_it = verdict.judge(job, pods[name], own, now, handle.submitted_at, why)
             if end_it:
-                told = {"phase": seen.phase, "cause": seen.cause, "reason": seen.reason, "at": time.time()}
                 if seen.phase.ended:
-                    self.transport.write(f"{home}/{ENDED}", json.dumps(told).encode(), mode=0o600)
-                self.api.delete("jobs", name)
+                    write_end(transport, home, seen)
+                self.api.delete(self.jobs, name)
             if seen.phase.ended and (own.has_secrets or end_it):
-                self._forget_secret(name)
+                self._forget(name, "secrets")
+            if seen.phase.ended and job is not None and own.cancel is not None and not end_it:
+                self._adopt(handle.marker)  # what was kept of the request goes with the Job after all
             found[handle] = seen
         return found
-
-    def _complaints(self, name: str) -> str:
-        """Return what the controller of a Job without its pods says."""
-        query = {"fieldSelector": f"involvedObject.name={name},type=Warning", "limit": 50}
-        events = self.api.request("GET", self.api.path("events"), query)["items"]
-        said = sorted((str(event.get("lastTimestamp") or ""), str(event.get("message") or "")) for event in events)
-        return said[-1][1] if said else ""
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
         """Tell the agents by ``cancel.json``; a Job some of whose pods do not run yet is deleted."""
         unreached: dict[str, LaunchError] = {}
-        request = json.dumps(base.cancel_request(grace)).encode()
         jobs, pods = self._objects(handles)
         for handle in handles:
             job, (transport, home) = jobs.get(handle.native_id), self.files(handle)
             if job is None or verdict.has_ended(job):
                 continue
             try:
-                if not read_attempts(transport, [home])[home].complete:
-                    transport.write(f"{home}/cancel.json", request, mode=0o600)
+                ask_to_end(transport, home, grace)
                 running = [pod for pod in pods[handle.native_id] if pod["status"].get("phase") == "Running"]
                 if len(running) < job["spec"]["completions"]:
-                    self.api.delete("jobs", handle.native_id)
+                    self.api.delete(self.jobs, handle.native_id)
             except LaunchError as error:
                 unreached[handle.marker] = error
         base.raise_unreached(unreached)
 
     def reap(self, handle: Handle) -> None:
-        """Delete a Job that goes on although its attempt is over, and the Secret."""
-        job = self.api.get("jobs", handle.native_id)
-        if job is not None and not verdict.has_ended(job):
-            self.api.delete("jobs", handle.native_id)
-        self._forget_secret(handle.native_id)
+        """Delete a Job that goes on although its attempt is over, and the Secret; without a Job, what else is left."""
+        job = self.api.get(self.jobs, handle.native_id)
+        if job is not None and verdict.has_ended(job):
+            self._adopt(handle.marker)
+            self._forget(handle.native_id, "secrets")
+        else:
+            self._forget(handle.native_id, self.jobs, *manifests.OWNED)
 
     def entries(self, handle: Handle) -> list[base.NodeEntry]:
         """Return the ways to the pods, by a program of orc that speaks to the API server."""
-        job = self.api.get("jobs", handle.native_id) or {"spec": {"completions": 0}}
+        job = self._objects([handle])[0].get(handle.native_id, {"spec": {"completions": 0}})
         access = json.dumps({name: getattr(self.options, name) for name in Access.model_fields})
-        home = self.files(handle)[1]
+        home = str(self.layout.attempt(AttemptId.from_marker(handle.marker)))
         start = (sys.executable, "-m", "orc.launchers.backends.kubernetes.shell", access)
-        found = []
-        for node in range(job["spec"]["completions"]):
+
+        def entry(node: int) -> base.NodeEntry:
             plain, terminal = ((*start, mode, self.python, handle.native_id, str(node)) for mode in ("plain", "tty"))
-            found.append(base.NodeEntry(node, f"pod {node}", home, self.python, plain, terminal))
-        return found
+            return base.NodeEntry(node, f"pod {node}", home, self.python, plain, terminal)
+
+        return [entry(node) for node in range(job["spec"]["completions"])]
 
     def queue(self, handles: Sequence[Handle]) -> base.QueueReport:
         """Return the kinds of nodes with what is free on them, and our attempts with what they wait for."""
@@ -296,14 +337,16 @@ class KubernetesBackend(base.Backend):
 
     def leftovers(self, live: Collection[str], over: Collection[str]) -> list[Leftover]:
         """Return Jobs that go on for no live attempt, Secrets without one, and the gates where nothing is live."""
-        return list(queueing.leftovers(self.api, live, over))
+        return list(queueing.leftovers(self.api, self.jobs, live, over))
 
     def sweep(self, leftover: Leftover) -> None:
         """Delete it and what it owns, and wait until it is gone."""
         resource, _, name = leftover.native_id.partition("/")
         self.api.delete(resource, name)
-        deadline = time.monotonic() + GONE_S
-        while self.api.get(resource, name) is not None:
-            if time.monotonic() > deadline:
-                raise BackendError(f"{leftover.what} is still there after {GONE_S:g} s", where=self.api.where)
-            time.sleep(0.25)
+        if not wait_for(lambda: self.api.get(resource, name) is None, GONE_S):
+            raise BackendError(f"{leftover.what} is still there after {GONE_S:g} s", where=self.api.where)
+
+
+def _bodies(plan: Plan) -> dict[str, str]:
+    """Return the manifests of a plan, by their resources."""
+    return {f"{posixpath.basename(file.path).removesuffix('.json')}s": file.content for file in plan.files[1:]}

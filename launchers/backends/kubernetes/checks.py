@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from orc.launchers.backends.base import DiscoveredCluster
-from orc.launchers.backends.kubernetes.api import NEEDED, ROLE, Api, ApiRefusal
+from orc.launchers.backends.kubernetes.api import Api, group_of, needed, role
 from orc.launchers.backends.kubernetes.options import Access, PodOptions
-from orc.launchers.errors import BackendUnreachable, LaunchError, SpecError
+from orc.launchers.backends.kubernetes.queueing import devices
+from orc.launchers.errors import BackendUnreachable, LaunchError
 from orc.launchers.findings import Finding
 
 
-def preflight(api: Api, options: PodOptions, job: str, cluster: str) -> list[Finding]:
+def preflight(api: Api, options: PodOptions, resource: str, job: str, cluster: str) -> list[Finding]:
     """Return what is wrong with a Job and the claims of the cluster."""
     try:
         found = list(_claims(api, options, cluster))
-        api.request("POST", api.path("jobs"), {"dryRun": "All"}, job)
-    except ApiRefusal as error:
-        return [] if error.code == 409 else [Finding("error", error.what, cluster, error.hint)]
+        api.request("POST", api.path(resource), {"dryRun": "All"}, job)
     except LaunchError as error:
-        return [_finding(error, cluster)]
+        return [] if getattr(error, "code", 0) == 409 else [_finding(error, cluster)]
     return found
 
 
 def check(api: Api, options: PodOptions, cluster: str) -> list[Finding]:
     """Return what is wrong with the namespace: what may not be done there, and claims that are missing."""
     try:
-        if missing := [f"{verb} {kind}" for kind, verbs in NEEDED for verb in verbs if not _allowed(api, kind, verb)]:
-            hint = f"Bind this Role to it:\n{ROLE % api.namespace}"
+        wanted = [(kind, verb) for kind, verbs in needed(api.access).items() for verb in verbs]
+        if missing := [f"{verb} {kind}" for kind, verb in wanted if not _allowed(api, kind, verb)]:
+            hint = f"Bind this Role to it:\n{role(api.access, api.namespace)}"
             return [Finding("error", f"the account may not: {', '.join(missing)}", cluster, hint)]
         return list(_claims(api, options, cluster))
     except LaunchError as error:
@@ -42,11 +41,11 @@ def _finding(error: LaunchError, cluster: str) -> Finding:
 
 def _allowed(api: Api, kind: str, verb: str) -> bool:
     resource, _, sub = kind.partition("/")
-    group = "batch" if kind == "jobs" else ""
-    asked = {"namespace": api.namespace, "group": group, "resource": resource, "subresource": sub, "verb": verb}
+    asked = {"resource": resource, "subresource": sub, "verb": verb, "namespace": api.namespace}
     review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
-    path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-    answer = api.request("POST", path, body={**review, "spec": {"resourceAttributes": asked}})
+    spec = {"resourceAttributes": {**asked, "group": group_of(resource)}}
+    path = f"/apis/{review['apiVersion']}/selfsubjectaccessreviews"
+    answer = api.request("POST", path, body={**review, "spec": spec})
     return bool(answer["status"].get("allowed"))
 
 
@@ -67,29 +66,18 @@ def discover(options: Mapping[str, str], name: str | None) -> DiscoveredCluster:
     """Describe the namespace of a context. Raises `LaunchError`."""
     access = Access.model_validate(dict(options))
     api = Api(access, "kubernetes")
-    claims = {
-        claim["metadata"]["name"]: claim["spec"].get("accessModes", ()) for claim in api.items("persistentvolumeclaims")
-    }
+    found = api.items("persistentvolumeclaims")
+    claims = {claim["metadata"]["name"]: claim["spec"].get("accessModes", ()) for claim in found}
     shared = [claim for claim, modes in claims.items() if "ReadWriteMany" in modes]
-    if not claims:
-        raise SpecError(
-            f"there is no claim in the namespace {api.namespace}, and orc needs one that its pods share",
-            where="kubernetes",
-            hint="Create a PersistentVolumeClaim with ReadWriteMany, or choose another namespace.",
-        )
-    warning = Finding("warning", "no claim is ReadWriteMany: only pods on one node share the others")
-    devices = Counter(
-        f"{device}:{count}"
-        for node in api.list_cluster("nodes")
-        for device, count in (node["status"].get("allocatable") or {}).items()
-        if "/" in device and count != "0"
-    )
-    named, gpus = name or access.context or "kubernetes", {device.partition(":")[0] for device in devices}
+    warning = Finding("warning", "no claim is ReadWriteMany: pods of several nodes have no volume to share")
+    able, named = devices(api.list_cluster("nodes")), name or access.context or "kubernetes"
+    gpus = {device.partition(":")[0] for device in able}
     gpu = next((device for device in sorted(gpus) if device.endswith("/gpu")), "nvidia.com/gpu")
     own = {**options, "namespace": api.namespace, **({"gpu": gpu} if gpu != "nvidia.com/gpu" else {})}
-    lines = [f"{json.dumps(named)}:", "  kind: kubernetes", "  root: /shared/orc", "  options:"]
+    lines = [f"{json.dumps(named)}:", "  kind: kubernetes", *(["  root: /shared/orc"] if claims else ()), "  options:"]
     lines += [f"    {key}: {json.dumps(value)}" for key, value in own.items()]
     lines.append("    image: pytorch/pytorch:latest  # one with Python and what the jobs need")
-    lines.append(f"    volumes: [{{claim: {json.dumps([*shared, *claims][0])}, path: /shared}}]")
-    facts = {"namespace": api.namespace, "claims": list(claims), "devices": dict(devices)}
+    volumes = [f"    volumes: [{{claim: {json.dumps(claim)}, path: /shared}}]" for claim in (*shared, *claims)]
+    lines += volumes[:1] or ["    # store: s3://bucket/orc  # else, without a claim, records go with the pods"]
+    facts = {"namespace": api.namespace, "claims": list(claims), "devices": dict(able)}
     return DiscoveredCluster(named, "\n".join(lines) + "\n", facts, () if shared else (warning,))

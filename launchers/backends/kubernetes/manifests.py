@@ -8,7 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.kubernetes.options import PodOptions, PodTemplate, Volume, root_volume
+from orc.launchers.backends.kubernetes.api import GROUPS
+from orc.launchers.backends.kubernetes.options import PodOptions, Volume, root_volume
+from orc.launchers.containers.template import merged
 from orc.launchers.errors import RenderError
 
 if TYPE_CHECKING:
@@ -20,21 +22,30 @@ ATTEMPT = "orc-launch/attempt"  # label: the name of the Job
 GATE = "orc-launch/gate"  # label of the gates
 MARKER = "orc-launch/marker"  # annotation: the marker, whatever its length
 WINDOW = "orc-launch/start-within"  # annotation, in seconds
+OWNS = "orc-launch/owns"  # annotation: what goes with the Job
 MANAGED = {"app.kubernetes.io/managed-by": "orc"}
+# What an attempt may have beside its Job, under the same name.
+OWNED = {"configmaps": "ConfigMap", "services": "Service", "secrets": "Secret"}
+Words = Sequence[str]
 MAIN = "main"
 MARGIN_S = 30  # that the agents have after their grace, before Kubernetes kills them
-_LONGEST = 52  # of a Job's name: its pods add their number and five letters
+_LONGEST = 45  # of a Job's name: its pods add their number and five letters, a JobSet ``-main-0``
 _GATE_S = 12 * 3600
+# Of the options, what a gate has too: it goes wherever there is room, and holds, or has made, no node with devices.
+_GATES = ("image", "image_pull_secrets", "service_account", "tolerations")
 PRIVATE, _SECRET = "/run/orc-private", "/run/orc-secret"
+# Of pods that share no volume: their own directory, what they read, and what Kubernetes keeps of them.
+HOME, INPUTS, REPORT, INDEX = "/run/orc", "/run/orc-inputs", "/run/orc-report.json", "JOB_COMPLETION_INDEX"
 # What the container's Python does first: the secrets become a file that the agent can remove again.
 _START = f"""\
 import os, shutil, sys
 os.umask(0o077)
 if os.path.isdir("{_SECRET}"): shutil.copyfile("{_SECRET}/secrets.json", "{PRIVATE}/secrets.json")
 if not os.path.isdir(sys.argv[1]): sys.exit("orc: " + sys.argv[1] + " is not there: do all pods share the volume?")
-words = [sys.executable, "-I", "-S", *sys.argv[1:], "--node-rank", os.environ["JOB_COMPLETION_INDEX"]]
+words = [sys.executable, "-I", "-S", *sys.argv[1:], "--node-rank", os.environ["{INDEX}"]]
 os.execv(words[0], words)
 """
+_QUEUE = "kueue.x-k8s.io/queue-name"
 _SHM = "/dev/shm"  # noqa: S108 - the pod's own
 _WAIT = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit()); signal.pause()"
 # A pod that is taken away ends the attempt: the next one is orc's to start, from the last checkpoint.
@@ -51,65 +62,79 @@ def job_name(attempt: AttemptId) -> str:
     return f"{marker[: _LONGEST - 11].rstrip('-')}-{hashlib.sha256(marker.encode()).hexdigest()[:10]}"
 
 
-def secret_manifest(attempt: AttemptId) -> dict[str, Any]:
-    """Return the Secret of an attempt, without its values."""
+def pod_names(attempt: AttemptId, nodes: int, jobset: bool) -> list[str]:
+    """Return the names by which the pods of an attempt reach each other, in node order."""
+    name = job_name(attempt)
+    return [f"{name}{'-main-0' if jobset else ''}-{node}.{name}" for node in range(nodes)]
+
+
+def owned_manifest(resource: str, attempt: AttemptId) -> dict[str, Any]:
+    """Return the Secret or ConfigMap of an attempt, without its content, or the Service that names its pods."""
     name = job_name(attempt)
     metadata = {"name": name, "labels": {**MANAGED, ATTEMPT: name}, "annotations": {MARKER: attempt.marker}}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque"}
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {ATTEMPT: name}}
+    made = {"apiVersion": "v1", "kind": OWNED[resource], "metadata": metadata}
+    return {**made, "spec": spec} if resource == "services" else made
+
+
+def shared_command(config: AgentConfig, hosts: Sequence[str]) -> list[str]:
+    """Return the command of pods that share a volume."""
+    agent = [config.runtime_tree, "node", f"{config.attempt_dir}/agent.json", "--owner", f"kubernetes:{config.marker}"]
+    agent += ["--master-host", hosts[0]] if len(hosts) > 1 else []
+    return [config.python or "python3", "-I", "-S", "-c", _START, *agent]
 
 
 def job_manifest(
-    job: JobSpec, attempt: AttemptId, config: AgentConfig, path: str, options: PodOptions, avoid: Sequence[str]
+    job: JobSpec, attempt: AttemptId, command: Words, options: PodOptions, avoid: Words, owns: Words
 ) -> dict[str, Any]:
-    """Return the Job of an attempt, whose ``agent.json`` is at *path*. Raises `RenderError`."""
+    """Return the Job of an attempt. Raises `RenderError`."""
     name, nodes = job_name(attempt), job.resources.max_nodes
     labels = {**options.labels, **MANAGED, ATTEMPT: name}
-    agent = [config.runtime_tree, "node", path, "--owner", f"kubernetes:{attempt.marker}"]
-    pod = _pod(
-        options, job.name, [config.python or "python3", "-I", "-S", "-c", _START, *agent], _resources(job, options)
-    )
+    pod = _pod(options, job.name, command, _resources(job, options))
     pod["terminationGracePeriodSeconds"] = int(float(job.grace)) + MARGIN_S
-    if job.secrets:
-        _mount(pod, "orc-secret", {"secret": {"secretName": name, "defaultMode": 0o400}}, _SECRET, readOnly=True)
+    if "services" in owns:
+        pod["subdomain"] = name
+    if "configmaps" in owns:
+        sources = [{"configMap": {"name": name}}, *([{"secret": {"name": name}}] if "secrets" in owns else ())]
+        _mount(pod, "orc-inputs", {"projected": {"sources": sources}}, INPUTS, readOnly=True)
+        _mount(pod, "orc-home", {"emptyDir": {}}, HOME)
+        pod["containers"][0]["terminationMessagePath"] = REPORT
+    elif "secrets" in owns:
+        _mount(pod, "orc-secret", {"secret": {"secretName": name}}, _SECRET, readOnly=True)
+    if {"configmaps", "secrets"} & {*owns}:
         _mount(pod, "orc-private", {"emptyDir": {"medium": "Memory"}}, PRIVATE)
     if avoid:
         _avoid(pod, avoid)
-    queue = {"kueue.x-k8s.io/queue-name": options.queue} if options.queue else {}
-    about = {"labels": labels, **({"annotations": dict(options.annotations)} if options.annotations else {})}
-    annotations = {MARKER: attempt.marker, WINDOW: f"{options.start_within:g}"}
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name, "labels": {**labels, **queue}, "annotations": annotations},
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": nodes,
-            "parallelism": nodes,
-            "backoffLimit": 0,
-            "podFailurePolicy": {"rules": _POLICY},
-            "ttlSecondsAfterFinished": int(options.keep),
-            **({"suspend": True} if options.queue else {}),
-            "template": _merged({"metadata": about, "spec": pod}, options.pod_template, job.name),
-        },
-    }
+    queue = {_QUEUE: options.queue} if options.queue else {}
+    annotations = {MARKER: attempt.marker, WINDOW: f"{options.start_within:g}", OWNS: " ".join(owns)}
+    metadata = {"name": name, "labels": {**labels, **queue}, "annotations": annotations}
+    spec = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, "backoffLimit": 0}
+    spec |= {"podFailurePolicy": {"rules": _POLICY}, "ttlSecondsAfterFinished": int(options.keep)}
+    spec |= {"suspend": True} if options.queue else {}
+    template = options.pod_template.model_dump()
+    spec["template"] = merged({"metadata": {"labels": labels}, "spec": pod}, template, _KEYS, job.name)
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def jobset_manifest(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the JobSet of a Job; its controller makes the headless Service."""
+    spec, meta = dict(job["spec"]), job["metadata"]
+    own = {key: spec.pop(key) for key in ("ttlSecondsAfterFinished", "suspend") if key in spec}
+    labels = {key: value for key, value in meta["labels"].items() if key != _QUEUE}
+    template = {"metadata": {"labels": labels, "annotations": meta["annotations"]}, "spec": spec}
+    own["replicatedJobs"] = [{"name": MAIN, "replicas": 1, "template": template}]
+    own["failurePolicy"] = {"maxRestarts": 0}
+    return {"apiVersion": GROUPS["jobsets"], "kind": "JobSet", "metadata": meta, "spec": own}
 
 
 def gate_manifest(options: PodOptions, root: str, python: str, where: str) -> dict[str, Any]:
     """Return the pod through which files on the volume are reached, named by what it is made of."""
-    volume = root_volume(options, root)
-    # Wherever there is room: it must not hold, or have made, a node with devices.
-    anywhere: dict[str, Any] = {
-        "host_network": False,
-        "shm_size": None,
-        "node_selector": {},
-        "affinity": None,
-        "priority_class": None,
-    }
-    only = options.model_copy(update={"volumes": (volume,), **anywhere})
+    volumes = [each for each in (root_volume(options, root),) if each]
+    only = PodOptions.model_construct(**{name: getattr(options, name) for name in _GATES}, volumes=tuple(volumes))
     small = {"requests": {"cpu": "50m", "memory": "64Mi"}}
     spec = {**_pod(only, where, [python, "-I", "-S", "-c", _WAIT], small), "activeDeadlineSeconds": _GATE_S}
     base = {"metadata": {"labels": {**MANAGED, GATE: "true"}}, "spec": {**spec, "terminationGracePeriodSeconds": 1}}
-    pod = _merged(base, options.pod_template, where)
+    pod = merged(base, options.pod_template.model_dump(), _KEYS, where)
     digest = hashlib.sha256(json.dumps(pod, sort_keys=True).encode()).hexdigest()[:10]
     metadata = {**pod["metadata"], "name": f"orc-gate-{digest}"}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod["spec"]}
@@ -122,8 +147,6 @@ def _pod(options: PodOptions, where: str, command: Sequence[str], resources: Map
         raise RenderError("the pods have no image", where=where, hint=hint)
     words = [word.replace("$(", "$$(") for word in command]  # which Kubernetes would take for a variable
     main = {"name": MAIN, "image": options.image, "command": words, "resources": dict(resources), "volumeMounts": []}
-    if options.image_pull_policy:
-        main["imagePullPolicy"] = options.image_pull_policy
     tolerations = [
         {"operator": "Equal" if each.value else "Exists", **each.model_dump(exclude_none=True)}
         for each in options.tolerations
@@ -191,36 +214,3 @@ def _avoid(pod: dict[str, Any], hosts: Sequence[str]) -> None:
     for term in required["nodeSelectorTerms"]:  # a field takes one value in each expression
         away = [{"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in hosts]
         term["matchFields"] = [*term.get("matchFields", ()), *away]
-
-
-def _merged(base: dict[str, Any], template: PodTemplate | None, where: str) -> dict[str, Any]:
-    """Return *base* with a strategic merge of *template*. Raises `RenderError` where that changes what *base* says."""
-    patch = {"metadata": template.metadata, "spec": template.spec} if template else {}
-    made: dict[str, Any] = _merge(base, patch, "")
-    if changed := _changed(base, made, ""):
-        raise RenderError(f"pod_template: {changed} is orc's own", where=where, hint="The options have a key for it.")
-    return made
-
-
-def _merge(base: Any, patch: Any, name: str) -> Any:
-    if isinstance(base, dict) and isinstance(patch, Mapping):
-        made = {**base, **{key: _merge(base.get(key), value, key) for key, value in patch.items()}}
-        return {key: value for key, value in made.items() if value is not None}
-    if not isinstance(base, list) or not isinstance(patch, list):
-        return copy.deepcopy(patch)
-    if (key := _KEYS.get(name)) is None:
-        return [*base, *patch]
-    items = {item.get(key): item for item in base}
-    items.update({item.get(key): _merge(items.get(item.get(key)), item, "") for item in patch})
-    return list(items.values())
-
-
-def _changed(base: Any, made: Any, path: str) -> str:
-    """Return the path of the first value of *base* that is another one in *made*; empty when there is none."""
-    if isinstance(base, dict) and isinstance(made, dict):
-        found = (_changed(value, made.get(key), f"{path}.{key}") for key, value in base.items())
-    elif isinstance(base, list) and isinstance(made, list) and len(made) >= len(base):
-        found = (_changed(*pair, f"{path}[{number}]") for number, pair in enumerate(zip(base, made, strict=False)))
-    else:
-        return "" if base == made else path.removeprefix(".")
-    return next(filter(None, found), "")

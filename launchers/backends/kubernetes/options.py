@@ -17,6 +17,7 @@ from orc.launchers.spec.options import (
     PathText,
     Text,
     Word,
+    joined,
     matching,
     one_of,
     seconds,
@@ -30,8 +31,10 @@ Object = Annotated[str, matching(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", "the n
 Device = Annotated[str, matching(r"[-A-Za-z0-9.]+/[-A-Za-z0-9_.]+", "the name of a device", "nvidia.com/gpu")]
 Effect = Annotated[str, one_of("NoSchedule", "PreferNoSchedule", "NoExecute")]
 Medium = Annotated[str, one_of("disk", "memory")]
-Pull = Annotated[str, one_of("Always", "IfNotPresent", "Never")]
 Count = Annotated[int, whole(0, 4096)]
+Url = Annotated[
+    str, matching(r"[a-z][-+.a-z0-9]*://[^\s]+", "the URL of a place in an object store", "s3://bucket/orc")
+]
 Period = Annotated[float, seconds(1, 365 * 86400)]
 
 
@@ -70,7 +73,6 @@ class PodOptions(FrozenModel):
     """Options of the pods: a cluster's, and a job's over them."""
 
     image: Word | None = Field(None, description="Image of the pods, with Python 3.9 or newer and what the job needs.")
-    image_pull_policy: Pull | None = Field(None, description="When it is pulled; as Kubernetes has it unless given.")
     image_pull_secrets: Annotated[tuple[Object, ...], several] = Field((), description="Secrets to pull images with.")
     service_account: Object | None = Field(None, description="Account whose token the pods get; none unless given.")
     node_selector: dict[Word, Text] = Field({}, description="Labels that nodes must have.")
@@ -83,9 +85,8 @@ class PodOptions(FrozenModel):
     host_network: Flag = Field(False, description="Pods use the network of their node.")
     volumes: Annotated[tuple[Volume, ...], several] = Field((), description="Volumes; a job's follow the cluster's.")
     labels: dict[Word, Text] = Field({}, description="Labels of the Job and its pods.")
-    annotations: dict[Word, Text] = Field({}, description="Annotations of the pods.")
     queue: Object | None = Field(None, description="LocalQueue of Kueue that admits the Job, all pods at once.")
-    pod_template: PodTemplate | None = Field(None, description="Everything else: merged into the template of the pods.")
+    pod_template: PodTemplate = Field(default_factory=PodTemplate, description="All else; merged into that of pods.")
     start_within: Period = Field(600.0, description="How long some pods wait for the rest before the attempt is ended.")
     keep: Period = Field(86400.0, description="How long Kubernetes keeps a Job that has ended.")
 
@@ -102,21 +103,23 @@ class Access(FrozenModel):
 class ClusterOptions(PodOptions, Access):
     """Options of a cluster of kind kubernetes."""
 
+    store: Url | None = Field(None, description="Place in an object store for orc's files, where there is no `root`.")
+    jobset: Flag = Field(False, description="Attempts are JobSets, of the controller that is installed, not Jobs.")
+
 
 def read_cluster(cluster: Cluster) -> ClusterOptions:
     """Return the options of *cluster*. Raises `SpecError`."""
     where = f"cluster {cluster.name}"
     options = validate_options(ClusterOptions, cluster.options, f"{where}: options")
     _check_volumes(options.volumes, where)
-    if cluster.root is None or root_volume(options, cluster.root) is None:
-        shared = "volume that all pods share and can write"
-        raise SpecError(
-            f"root: {cluster.root} is in no {shared}"
-            if cluster.root
-            else f"the cluster has no root, a path in a {shared}",
-            where=where,
-            hint="Write for example  root: /shared/orc, and in the options  volumes: [{claim: data, path: /shared}].",
+    if cluster.root is not None and (root_volume(options, cluster.root) is None or options.store):
+        why = (
+            "and there is a store: give one of both"
+            if options.store
+            else "is in no volume that all pods share and can write"
         )
+        hint = "Write for example  root: /shared/orc, and in the options  volumes: [{claim: data, path: /shared}]."
+        raise SpecError(f"root: {cluster.root} {why}", where=where, hint=hint)
     return options
 
 
@@ -141,11 +144,6 @@ def read_job(options: ClusterOptions, job: JobSpec) -> PodOptions:
     """Return the options of *job*, over those of the cluster: lists go on, mappings are merged. Raises `SpecError`."""
     where = f"{job.name}: resources.options.{KIND}"
     own = validate_options(PodOptions, job.resources.options.get(KIND, {}), where)
-    found = {name: getattr(options, name) for name in PodOptions.model_fields}
-    for name in own.model_fields_set:
-        value, base = getattr(own, name), found[name]
-        more = isinstance(value, tuple) or (isinstance(value, dict) and name != "affinity")
-        found[name] = value if not more else (*base, *value) if isinstance(value, tuple) else {**base, **value}
-    merged = PodOptions.model_construct(**found)
-    _check_volumes(merged.volumes, where)
-    return merged
+    found = joined(options, own, whole=("affinity",))
+    _check_volumes(found.volumes, where)
+    return found

@@ -6,9 +6,8 @@ import json
 import sys
 
 from orc.launchers.backends.kubernetes.api import Api
-from orc.launchers.backends.kubernetes.manifests import ATTEMPT
 from orc.launchers.backends.kubernetes.options import Access
-from orc.launchers.backends.kubernetes.transport import PodChannel
+from orc.launchers.backends.kubernetes.transport import PodChannel, pods_of
 from orc.launchers.containers.attach import attach, attach_terminal
 from orc.launchers.errors import BackendError, LaunchError
 
@@ -18,13 +17,12 @@ def main(arguments: list[str]) -> int:
     access, mode, python, job, node, *words = arguments
     api = Api(Access.model_validate({key: value for key, value in json.loads(access).items() if value}), f"Job {job}")
     try:
-        labels = f"{ATTEMPT}={job},batch.kubernetes.io/job-completion-index={node}"
-        pods = [pod["metadata"]["name"] for pod in api.items("pods", labels) if pod["status"]["phase"] == "Running"]
-        if not pods:
+        pod = next((name for name, each in pods_of(api, job, node) if each["phase"] == "Running"), "")
+        if not pod:
             raise BackendError(f"the pod of node {node} does not run", where=f"Job {job}")
         if mode == "plain":
-            return attach(lambda command: PodChannel(api, pods[0], command), python, words)
-        channel = PodChannel(api, pods[0], words, tty=True)
+            return attach(lambda command: PodChannel(api, pod, command), python, words)
+        channel = PodChannel(api, pod, words, tty=True)
         return attach_terminal(channel, channel.resize)
     except (LaunchError, OSError) as error:
         print(f"orc: {error}", file=sys.stderr)

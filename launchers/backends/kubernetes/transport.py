@@ -1,24 +1,26 @@
-"""The way into pods: a command over the API, and the gate, a pod that does nothing but reach the shared volume."""
+"""The way into pods: a command over the API; the gate, a pod that does nothing but reach the shared volume."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from orc.launchers.backends.kubernetes.api import TIMEOUT_S, ApiRefusal
-from orc.launchers.backends.kubernetes.manifests import MAIN
+from orc.launchers.backends.kubernetes.manifests import ATTEMPT, MAIN
 from orc.launchers.backends.kubernetes.verdict import waiting_of
-from orc.launchers.containers.transport import Channel, ContainerTransport
+from orc.launchers.containers.held import HeldFiles
+from orc.launchers.containers.helper import HelperTransport
+from orc.launchers.containers.http import TIMEOUT_S, ApiRefusal
+from orc.launchers.containers.transport import Channel
 from orc.launchers.errors import BackendError, BackendUnreachable
 
 if TYPE_CHECKING:
     from orc.launchers.backends.kubernetes.api import Api
 
-START_S = 180.0  # for the gate: its image may have to be pulled
 _PROTOCOLS = "v5.channel.k8s.io,v4.channel.k8s.io"
+_INDEX = "batch.kubernetes.io/job-completion-index"
 _PIECE = 1 << 15  # of a message: servers refuse large ones
 
 
@@ -87,45 +89,68 @@ def _exit_status(said: Mapping[str, Any]) -> int:
     return codes[0]
 
 
-class GateTransport(ContainerTransport):
-    """Files and commands on the shared volume, through a pod that is made when it is needed and ends by itself."""
+def pods_of(api: Api, job: str, node: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """Return name and status of an attempt's pods, or of one; those with their number under ``node``."""
+    found = api.items("pods", f"{ATTEMPT}={job}" + (f",{_INDEX}={node}" if node else ""))
+    return [(p["metadata"]["name"], {**p["status"], "node": int(p["metadata"]["labels"][_INDEX])}) for p in found]
+
+
+class PodFiles(HeldFiles):
+    """Files of an attempt whose pods share nothing: a ConfigMap keeps what must outlive the Job."""
+
+    def __init__(self, api: Api, job: str, home: str, python: str) -> None:
+        super().__init__(home, python)
+        self._api, self._job = api, job
+
+    def kept(self) -> dict[str, bytes]:
+        """See `HeldFiles.kept`."""
+        data = (self._api.get("configmaps", self._job) or {}).get("data") or {}
+        return {name: text.encode() for name, text in data.items()}
+
+    def keep(self, name: str, data: bytes) -> None:
+        """See `HeldFiles.keep`. It does not go with the Job any more."""
+        body = {"metadata": {"ownerReferences": None}, "data": {name: data.decode()}}
+        self._api.request("PATCH", self._api.path("configmaps", self._job), body=body)
+
+    def last_words(self) -> dict[int, str]:
+        """See `HeldFiles.last_words`."""
+        pods = [(each["node"], each.get("containerStatuses") or ()) for _, each in pods_of(self._api, self._job)]
+        ends = [(node, (each.get("state") or {}).get("terminated") or {}) for node, told in pods for each in told]
+        return {node: str(end.get("message") or "") for node, end in ends}
+
+    def output(self, node: int) -> str | None:
+        """See `HeldFiles.output`."""
+        with suppress(ApiRefusal):  # it has not begun
+            for name, _ in pods_of(self._api, self._job, str(node)):
+                path = self._api.path("pods", name, "log")
+                return self._api.content("GET", path, {"container": MAIN}).decode(errors="replace")
+        return None
+
+    def first(self, command: Sequence[str]) -> PodChannel | None:
+        """See `HeldFiles.first`."""
+        with suppress(ApiRefusal):  # it has ended meanwhile
+            for name, status in pods_of(self._api, self._job, "0"):
+                return PodChannel(self._api, name, command) if status["phase"] == "Running" else None
+        return None
+
+
+class GateTransport(HelperTransport):
+    """Files and commands on the shared volume, through a pod that ends by itself when its time is over."""
 
     def __init__(self, api: Api, gate: Mapping[str, Any], python: str) -> None:
-        super().__init__("gate", python)
-        self._api, self._gate, self._ready = api, gate, False
+        super().__init__(gate["metadata"]["name"], python, "the pod that reaches the volume,", api.where)
+        self._api, self._gate = api, gate
 
-    def close(self) -> None:
-        """See `Transport.close`. The gate stays for other processes, until its time is over."""
-        self._ready = False
+    def start(self, command: Sequence[str]) -> PodChannel:
+        """See `HelperTransport.start`."""
+        return PodChannel(self._api, self.name, command)
 
-    def channel(self, command: Sequence[str]) -> PodChannel:
-        """See `ContainerTransport.channel`."""
-        name = str(self._gate["metadata"]["name"])
-        for last in (False, True):
-            if not self._ready:
-                self._open(name)
-            try:
-                return PodChannel(self._api, name, command)
-            except ApiRefusal as error:
-                if last or error.code not in (400, 404, 409):
-                    raise
-                self._ready = False  # it has gone meanwhile
-        raise AssertionError
-
-    def _open(self, name: str) -> None:
-        """Wait until the gate runs. Raises `BackendUnreachable` with what it waits for."""
-        deadline = time.monotonic() + START_S
-        while True:
-            pod = self._api.get("pods", name) or self._api.create("pods", self._gate) or {}
-            status, leaves = pod.get("status") or {}, "deletionTimestamp" in pod.get("metadata", {})
-            ready = any(each.get("ready") for each in status.get("containerStatuses") or ())
-            if status.get("phase") == "Running" and ready and not leaves:
-                self._ready = True
-                return
-            if status.get("phase") in ("Succeeded", "Failed") and not leaves:
-                self._api.delete("pods", name)
-            waits, why = waiting_of(pod) if pod else ("", "")
-            if waits == "image" or time.monotonic() > deadline:
-                what = f"the pod {name}, which reaches the volume, does not start: {why or 'it is pending'}"
-                raise (BackendError if waits == "image" else BackendUnreachable)(what, where=self._api.where)
-            time.sleep(0.25)
+    def status(self) -> tuple[bool, str, bool]:
+        """See `HelperTransport.status`."""
+        pod = self._api.get("pods", self.name) or self._api.create("pods", self._gate) or {"metadata": {}}
+        status, leaves = pod.get("status") or {}, "deletionTimestamp" in pod["metadata"]
+        ready = any(each.get("ready") for each in status.get("containerStatuses") or ())
+        if status.get("phase") in ("Succeeded", "Failed") and not leaves:
+            self._api.delete("pods", self.name)
+        kind, why = waiting_of(pod)
+        return status.get("phase") == "Running" and ready and not leaves, why, kind == "image"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import Cause, Observation, Phase
 from orc.launchers.backends.kubernetes.manifests import MARGIN_S, WINDOW
-from orc.launchers.backends.verdict import observe
+from orc.launchers.backends.verdict import observe, with_cancellation, with_word
 
 if TYPE_CHECKING:
     from orc.launchers.attempts.reader import AttemptRecords
@@ -27,6 +27,8 @@ _NO_START = ("StartError", "ContainerCannotRun", "RunContainerError", "CreateCon
 _NODE_GONE = ("DeletionByTaintManager", "DeletionByPodGC")
 _NO_PYTHON = (126, 127)
 
+Item = Mapping[str, Any]
+Items = Sequence[Item]
 Judgement = tuple[Observation, bool]  # and whether the Job has to be deleted for it to be true
 
 
@@ -35,28 +37,28 @@ def seconds(stamp: str | None) -> float | None:
     return datetime.fromisoformat(stamp).timestamp() if stamp else None
 
 
-def _condition(owner: Mapping[str, Any], *kinds: str) -> Mapping[str, Any] | None:
+def _condition(owner: Item, *kinds: str) -> Item | None:
     found = (owner.get("status") or {}).get("conditions") or ()
     return next((each for each in found if each["type"] in kinds and each["status"] == "True"), None)
 
 
-def _phase(pod: Mapping[str, Any]) -> str:
+def _phase(pod: Item) -> str:
     return str((pod.get("status") or {}).get("phase") or "Pending")
 
 
-def has_ended(job: Mapping[str, Any]) -> bool:
+def has_ended(job: Item) -> bool:
     """Return whether a Job is over, or about to be."""
-    return _condition(job, "Complete", "Failed", "FailureTarget", "SuccessCriteriaMet") is not None
+    return _condition(job, "Complete", "Completed", "Failed", "FailureTarget", "SuccessCriteriaMet") is not None
 
 
-def may_have_records(job: Mapping[str, Any] | None, pods: Sequence[Mapping[str, Any]]) -> bool:
+def may_have_records(job: Item | None, pods: Items) -> bool:
     """Return whether agents may have begun."""
     if job is None or has_ended(job) or job["spec"].get("suspend"):  # Kueue suspends what it preempts
         return True
     return any(_phase(pod) != "Pending" for pod in pods)
 
 
-def waiting_of(pod: Mapping[str, Any]) -> tuple[str, str]:
+def waiting_of(pod: Item) -> tuple[str, str]:
     """Return what a pod waits for (``image``, ``node``, ``start``; empty when it runs or has ended) and why."""
     status = pod.get("status") or {}
     if _phase(pod) != "Pending":
@@ -75,14 +77,9 @@ def waiting_of(pod: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def judge(
-    job: Mapping[str, Any] | None,
-    pods: Sequence[Mapping[str, Any]],
-    records: AttemptRecords,
-    now: float,
-    submitted_at: float,
-    complaint: str,
+    job: Item | None, pods: Items, records: AttemptRecords, now: float, submitted_at: float, complaint: str
 ) -> Judgement:
-    """Return how an attempt is; *complaint* is what the Job's controller says of pods that it could not create."""
+    """Return how an attempt is; *complaint* is what Kueue, or the Job's controller, says of pods that are not there."""
     alive = any(_phase(pod) not in _OVER for pod in pods)
     if records.complete:
         # Kueue takes the pods of what it preempts, and would start the Job once more.
@@ -91,9 +88,9 @@ def judge(
     if job is None or "deletionTimestamp" in job["metadata"]:
         if not alive and job is None and now - submitted_at < VISIBLE_S and not (records.leases or records.cancel):
             return Observation(Phase.UNKNOWN, reason="the API server does not know the Job (yet)"), False
-        return _cancelled(observe(records, alive=alive, lost="the Job was deleted"), records), False
+        return with_cancellation(observe(records, alive=alive, lost="the Job was deleted"), records), False
     if has_ended(job) and not alive:
-        return _cancelled(_ended(job, pods, records), records), False
+        return with_cancellation(_ended(job, pods, records), records), False
     if has_ended(job) or len(records.leases) >= job["spec"]["completions"]:
         asked = records.cancel or {}
         until = float(asked.get("at", now)) + float(asked.get("grace_s", 0.0)) + MARGIN_S
@@ -101,31 +98,19 @@ def judge(
     return _starting(job, pods, records, now, complaint)
 
 
-def _cancelled(seen: Observation, records: AttemptRecords) -> Observation:
-    """Return *seen*; what was lost after it was to end has been cancelled."""
-    if records.cancel is None or seen.phase is not Phase.LOST:
-        return seen
-    return replace(seen, phase=Phase.CANCELLED, cause=Cause.CANCELLED, reason="cancelled")
-
-
-def _starting(
-    job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], records: AttemptRecords, now: float, complaint: str
-) -> Judgement:
+def _starting(job: Item, pods: Items, records: AttemptRecords, now: float, complaint: str) -> Judgement:
     """Judge an attempt not all of whose agents have begun: all or nothing."""
     total = int(job["spec"]["completions"])
     waits = [(kind, why) for pod in pods for kind, why in [waiting_of(pod)] if kind]
     if image := next((why for kind, why in waits if kind == "image"), ""):
         return Observation(Phase.FAILED, Cause.LAUNCH, image), True
     if job["spec"].get("suspend"):
-        told = (_condition(job, "Suspended") or {}).get("message")
-        return Observation(Phase.PENDING, reason=f"waiting for Kueue: {told or 'not admitted'}"), False
+        return Observation(Phase.PENDING, reason=f"waiting for Kueue: {complaint or 'not admitted'}"), False
     missing = max(total - len(pods), 0)
     if not waits and not missing:
         return observe(records, alive=True), False
-    why = next((why for kind, why in (*waits, *reversed(waits)) if kind == "node"), "") or (
-        waits[0][1] if waits else ""
-    )
-    why = why or complaint or "its pods are being made"
+    nodes, others = ([why for kind, why in waits if (kind == "node") is is_node] for is_node in (True, False))
+    why = next(filter(None, (*nodes, *others, complaint, "its pods are being made")))
     started = [seconds(pod["status"].get("startTime")) for pod in pods if pod["spec"].get("nodeName")]
     window = float((job["metadata"].get("annotations") or {}).get(WINDOW, "inf"))
     if started and now - max(at or now for at in started) > window:
@@ -134,22 +119,12 @@ def _starting(
     return Observation(Phase.PENDING, reason=why), False
 
 
-def _with_pods(seen: Observation, pods: Sequence[Mapping[str, Any]]) -> Observation:
-    """Return *seen*, with what Kubernetes knows of the pods where agents left no word.
-
-    With the first pod that fails the others are told to end, and record a preemption: that is not the cause.
-    """
-    told = [found for pod in pods if (found := _taken(pod)) is not None]
-    followed = seen.cause is Cause.PREEMPTED and seen.exit is not None and not seen.exit.complete
-    if not told or not (followed or seen.phase is Phase.LOST):
-        return seen
-    cause, reason, node = next((each for each in told if each[0] is not Cause.PREEMPTED), told[0])
-    lost = cause is Cause.NODE_FAILURE
-    phase = Phase.LOST if lost else Phase.FAILED
-    return replace(seen, phase=phase, cause=cause, reason=reason, failed_hosts=(node,) if lost else ())
+def _with_pods(seen: Observation, pods: Items) -> Observation:
+    """Return *seen*, with what Kubernetes knows of the pods where agents left no word."""
+    return with_word(seen, [found for pod in pods if (found := _taken(pod)) is not None])
 
 
-def _taken(pod: Mapping[str, Any]) -> tuple[Cause, str, str] | None:
+def _taken(pod: Item) -> tuple[Cause, str, str] | None:
     """Return why a pod was ended from outside or could not run: the cause, the reason, its node."""
     status, name, spec = pod.get("status") or {}, pod["metadata"]["name"], pod.get("spec") or {}
     node, reason = str(spec.get("nodeName") or "its node"), str(status.get("reason") or "")
@@ -171,15 +146,19 @@ def _taken(pod: Mapping[str, Any]) -> tuple[Cause, str, str] | None:
     return None
 
 
-def _ended(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], records: AttemptRecords) -> Observation:
+def _ended(job: Item, pods: Items, records: AttemptRecords) -> Observation:
     """Judge an attempt whose Job is over, and not all of whose agents have left a record."""
     said = str((_condition(job, "Failed", "FailureTarget") or {}).get("message") or "its pods are gone")
     seen = _with_pods(observe(records, alive=False, lost=said), pods)
     statuses = [each for pod in pods for each in (pod.get("status") or {}).get("containerStatuses") or ()]
-    codes = [int((each.get("state") or {}).get("terminated", {}).get("exitCode", 0)) for each in statuses]
+    ends = [(each.get("state") or {}).get("terminated") or {} for each in statuses]
+    codes = [int(end.get("exitCode", 0)) for end in ends]
+    if seen.phase is Phase.LOST and not seen.failed_hosts and "DisruptionTarget" in said:
+        return replace(seen, cause=Cause.PREEMPTED)  # the pod is gone, and what it was taken for with it
     if records.leases or seen.phase is not Phase.LOST or seen.failed_hosts or not any(codes):
         return seen
     reason = f"the containers ended with {max(codes)} before the agents began; `kubectl logs` shows why"
+    reason = next((str(end["message"]) for end in ends if end.get("message")), reason)
     if any(code in _NO_PYTHON for code in codes):
         reason = "the image has no Python that could run the agents"
     return replace(seen, phase=Phase.FAILED, cause=Cause.LAUNCH, reason=reason)

@@ -120,16 +120,8 @@ class LocalBackend(Backend):
             "--owner",
             f"local:{attempt.marker}",
         )
-        return Plan(
-            attempt=attempt,
-            cluster=self.cluster.name,
-            backend=self.kind,
-            files=(file,),
-            commands=(PlanCommand(argv, purpose="start the agents of all nodes on this machine"),),
-            env=config.env,
-            trees=snapshot.digests,
-            secrets=tuple(job.secrets),
-        )
+        start = PlanCommand(argv, purpose="start the agents of all nodes on this machine")
+        return self.plan_of(job, snapshot, attempt, config.env, (file,), (start,))
 
     def preflight(self, plan: Plan) -> list[Finding]:
         """Check that the root can be written, the Python is there, and cores and GPUs are enough."""

@@ -170,16 +170,8 @@ class SlurmBackend(Backend):
             ),
             0o600,
         )
-        return Plan(
-            attempt=attempt,
-            cluster=self.cluster.name,
-            backend=self.kind,
-            files=(agents, script),
-            commands=(PlanCommand(self._submission(attempt, script.path), purpose="submit"),),
-            env=config.env,
-            trees=snapshot.digests,
-            secrets=tuple(job.secrets),
-        )
+        submission = PlanCommand(self._submission(attempt, script.path), purpose="submit")
+        return self.plan_of(job, snapshot, attempt, config.env, (agents, script), (submission,))
 
     def _submission(self, attempt: AttemptId, script: str) -> tuple[str, ...]:
         """Return the ``sbatch`` command. Batch scripts take no ``~``; `submit` expands it on the command line."""

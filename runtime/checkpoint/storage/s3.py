@@ -25,6 +25,10 @@ AT_ONCE = 16  # requests under way
 T = TypeVar("T")
 
 
+class OutOfRange(OSError):
+    """An object has no such bytes."""
+
+
 class S3:
     """Objects by ``bucket/key``."""
 
@@ -37,10 +41,14 @@ class S3:
     def invalidate_cache(self) -> None:
         """Nothing is remembered here."""
 
-    def cat_file(self, path: str) -> bytes:
-        """The whole object. Raises `FileNotFoundError`."""
-        with _errors(path):
-            return bytes(self._client.get_object(**_object(path))["Body"].read())
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        """The object, or its bytes from *start* up to *end*; none behind its end. Raises `FileNotFoundError`."""
+        part = {} if start is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+        try:
+            with _errors(path):
+                return bytes(self._client.get_object(**_object(path), **part)["Body"].read())
+        except OutOfRange:
+            return b""
 
     def pipe_file(self, path: str, data: bytes) -> None:
         """Make the object be *data*, in one step."""
@@ -260,7 +268,7 @@ def _errors(path: str) -> Iterator[None]:
         yield
     except exceptions.ClientError as error:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        kind = {403: PermissionError, 404: FileNotFoundError}.get(status, OSError)
+        kind = {403: PermissionError, 404: FileNotFoundError, 416: OutOfRange}.get(status, OSError)
         raise kind(f"s3://{path}: {error}") from None
     except exceptions.BotoCoreError as error:
         raise OSError(f"s3://{path}: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kubernetes_store import ApiError, Store, now
+from kubernetes_store import GROUPS, KINDS, ApiError, Store, now
 
 NAMESPACES = ("--user", "--map-root-user", "--mount", "--pid", "--uts", "--fork", "--mount-proc", "--kill-child")
 # A container sees an empty /mnt and /run, and what is mounted. Words: host name; kind, source, path of each volume.
@@ -23,7 +24,8 @@ ENTER = """\
 mount -t tmpfs tmpfs /mnt && mount -t tmpfs tmpfs /run && hostname "$1" || exit 99
 shift
 while [ "$1" != -- ]; do
-  mkdir -p "$3" && mount --bind "$2" "$3" || exit 99
+  if [ -d "$2" ]; then mkdir -p "$3"; elif [ ! -e "$3" ]; then mkdir -p "${3%/*}" && : >"$3"; fi
+  mount --bind "$2" "$3" || exit 99
   [ "$1" != ro ] || mount -o remount,bind,ro "$3" || exit 99
   shift 3
 done
@@ -58,7 +60,10 @@ class Cluster:
         self.store, self.home = store, home
         self.processes: dict[str, Process] = {}
         self.dead_nodes: set[str] = set()
+        self.queues: dict[str, dict[str, float]] = {}  # quotas of the LocalQueues of Kueue
         self.missing_images = ("missing/",)
+        self.names: list[str] = []  # lines of /etc/hosts: what the DNS would answer for headless Services
+        self.addresses = 0
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
@@ -70,7 +75,7 @@ class Cluster:
                 if self.store.version == seen:
                     self.store.changed.wait(0.1)
                 seen = self.store.version
-            for each in (self.jobs, self.schedule, self.kubelets):
+            for each in (self.kueue, self.jobsets, self.jobs, self.schedule, self.kubelets):
                 with suppress(ApiError):  # it has gone meanwhile
                     each()
 
@@ -103,6 +108,78 @@ class Cluster:
         with suppress(ApiError):
             self.store.create("events", meta["namespace"], body)
 
+    # -- Kueue: all pods of a suspended Job, or none
+
+    def kueue(self) -> None:
+        """Admit suspended Jobs and JobSets of queues, in their order, as far as their quotas go."""
+        for resource in ("jobs", "jobsets"):
+            for item in self.store.list(resource):
+                meta = item["metadata"]
+                if (queue := meta.get("labels", {}).get("kueue.x-k8s.io/queue-name")) is None:
+                    continue
+                name = f"{resource[:-1]}-{meta['name']}"
+                if name not in [w["metadata"]["name"] for w in self.store.list("workloads", meta["namespace"])]:
+                    owner = {"apiVersion": "v1", "kind": KINDS[resource], "name": meta["name"], "uid": meta["uid"]}
+                    about = {
+                        "name": name,
+                        "labels": {"kueue.x-k8s.io/job-uid": meta["uid"]},
+                        "ownerReferences": [owner],
+                    }
+                    body = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "Workload", "metadata": about}
+                    self.store.create("workloads", meta["namespace"], {**body, "spec": {"queueName": queue}})
+                if item["spec"].get("suspend"):
+                    self.admit(resource, item, queue, name)
+
+    def admit(self, resource: str, item: dict[str, Any], queue: str, workload: str) -> None:
+        space, why = item["metadata"]["namespace"], f"LocalQueue {queue} doesn't exist"
+        if queue in self.queues:
+            why = ""
+            for what, most in self.queues[queue].items():
+                short = total(item, what) + self.used(queue, what) - most
+                if short > 0:
+                    flavor = f"insufficient unused quota for {what} in flavor default, {short:g} more needed"
+                    why = f"couldn't assign flavors to pod set main: {flavor}"
+        state = ("False", "Pending", why) if why else ("True", "QuotaReserved", "Quota reserved")
+        self.store.update("workloads", space, workload, lambda i: put_condition(i, condition("QuotaReserved", *state)))
+        if not why:
+            self.store.update(resource, space, item["metadata"]["name"], lambda i: i["spec"].update(suspend=False))
+
+    def used(self, queue: str, what: str) -> float:
+        every = [item for resource in ("jobs", "jobsets") for item in self.store.list(resource)]
+        own = [i for i in every if i["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name") == queue]
+        return sum(total(i, what) for i in own if not i["spec"].get("suspend") and not over(i))
+
+    # -- the controller of JobSets
+
+    def jobsets(self) -> None:
+        """Make the Service and the Jobs of each JobSet, and end it as they end."""
+        for each in self.store.list("jobsets"):
+            meta, spec = each["metadata"], each["spec"]
+            space, name = meta["namespace"], meta["name"]
+            owner = {"apiVersion": GROUPS["jobsets"], "kind": "JobSet", "name": name, "uid": meta["uid"]}
+            mark = {"jobset.sigs.k8s.io/jobset-name": name}
+            if over(each):
+                continue
+            if name not in [s["metadata"]["name"] for s in self.store.list("services", space)]:
+                body = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "ownerReferences": [owner]}}
+                self.store.create("services", space, {**body, "spec": {"clusterIP": "None", "selector": mark}})
+            jobs = {j["metadata"]["name"]: j for j in self.store.list("jobs", space)}
+            for part in spec["replicatedJobs"]:
+                child, given = f"{name}-{part['name']}-0", copy.deepcopy(part["template"])
+                template, suspend = given["spec"]["template"], bool(spec.get("suspend"))
+                if child not in jobs:
+                    template["spec"]["subdomain"] = name
+                    template.setdefault("metadata", {}).setdefault("labels", {}).update(mark)
+                    about = {**given.get("metadata", {}), "name": child, "ownerReferences": [owner]}
+                    about["labels"] = {**about.get("labels", {}), **mark}
+                    body = {"apiVersion": "batch/v1", "kind": "Job", "metadata": about}
+                    self.store.create("jobs", space, {**body, "spec": {**given["spec"], "suspend": suspend}})
+                elif jobs[child]["spec"].get("suspend", False) != suspend:
+                    self.store.update("jobs", space, child, lambda i, s=suspend: i["spec"].update(suspend=s))
+                elif ends := over(jobs[child]):
+                    made = condition("Completed" if "Complete" in ends else "Failed", message="a job has ended")
+                    self.store.update("jobsets", space, name, lambda i, m=made: put_condition(i, m))
+
     # -- the controller of Jobs
 
     def jobs(self) -> None:
@@ -118,15 +195,15 @@ class Cluster:
             if meta["uid"] in [o["uid"] for o in p["metadata"].get("ownerReferences", ())]
         ]
         active = [p for p in pods if p["status"]["phase"] not in ENDED]
-        over = {c["type"] for c in job.get("status", {}).get("conditions", ()) if c["status"] == "True"}
-        if over & {"Complete", "Failed"}:
+        if over(job):
             return
+        said = {c["type"] for c in job.get("status", {}).get("conditions", ()) if c["status"] == "True"}
         failed = [p for p in pods if p["status"]["phase"] == "Failed"]
         done = sum(p["status"]["phase"] == "Succeeded" for p in pods)
         made: list[dict[str, Any]] = []
         if spec.get("suspend"):
             made.append(condition("Suspended", message="Job suspended"))
-        elif failed or "FailureTarget" in over:
+        elif failed or "FailureTarget" in said:
             reason, message = why_failed(spec, failed[0], space) if failed else ("", "")
             made.append(condition("FailureTarget", reason=reason, message=message))
             if not active:
@@ -138,7 +215,7 @@ class Cluster:
             for index in range(spec["completions"]):
                 if str(index) not in have:
                     self.make_pod(job, index)
-        if spec.get("suspend") or failed or "FailureTarget" in over:
+        if spec.get("suspend") or failed or "FailureTarget" in said:
             for pod in active:
                 if "deletionTimestamp" not in pod["metadata"]:
                     self.store.delete("pods", space, pod["metadata"]["name"])
@@ -247,6 +324,25 @@ class Cluster:
                 return f"Insufficient {resource}"
         return ""
 
+    # -- names and addresses
+
+    def name(self, pod: Mapping[str, Any], hosts: Path) -> str:
+        """Give a pod an address of its own, and its names to all pods whom its Service lets know them."""
+        self.addresses += 1
+        address = f"127.0.{1 + self.addresses // 250}.{1 + self.addresses % 250}"
+        meta, spec = pod["metadata"], pod["spec"]
+        host = spec.get("hostname", meta["name"])
+        hosts.write_text(f"127.0.0.1 localhost\n{address} {host}\n" + "".join(self.names))
+        for service in self.store.list("services", meta["namespace"]):
+            chosen = service["spec"].get("selector", {}).items() <= meta.get("labels", {}).items()
+            headless = service["spec"].get("clusterIP") == "None"
+            if headless and chosen and spec.get("subdomain") == service["metadata"]["name"]:
+                self.names.append(f"{address} {host}.{spec['subdomain']}\n")
+                for each in (hosts, *(process.home / "hosts" for process in self.processes.values())):
+                    with each.open("a") as file:  # in place: it is mounted
+                        file.write(self.names[-1])
+        return address
+
     # -- the kubelets
 
     def kubelets(self) -> None:
@@ -313,13 +409,26 @@ class Cluster:
         code = 128 - status if status < 0 else status
         meta = process.pod["metadata"]
         reason = process.reason or ("Completed" if code == 0 else "Error")
-        done = {"exitCode": code, "reason": reason, "finishedAt": now()}
+        said = (process.home / "termination").read_bytes()[:4096].decode(errors="replace")
+        done = {"exitCode": code, "reason": reason, "finishedAt": now(), **({"message": said} if said else {})}
         with suppress(ApiError):
             self.tell(process.pod, {"terminated": done}, phase="Failed" if code else "Succeeded", **process.status)
             if "deletionTimestamp" in self.store.get("pods", meta["namespace"], meta["name"])["metadata"]:
                 for job in self.store.list("jobs", meta["namespace"]):
                     self.job(job)  # it counts the pod before that is gone
                 self.store.delete("pods", meta["namespace"], meta["name"], 0)
+
+
+def over(item: Mapping[str, Any]) -> set[str]:
+    """Return how a Job or a JobSet has ended; empty while it has not."""
+    said = {c["type"] for c in item.get("status", {}).get("conditions", ()) if c["status"] == "True"}
+    return said & {"Complete", "Completed", "Failed"}
+
+
+def total(item: Mapping[str, Any], resource: str) -> float:
+    """Return what all pods of a Job or a JobSet ask for."""
+    parts = [part["template"] for part in item["spec"].get("replicatedJobs", ())] or [item]
+    return sum(wanted(p["spec"]["template"], resource) * p["spec"]["completions"] for p in parts)
 
 
 def requests(pod: Mapping[str, Any]) -> dict[str, str]:
@@ -354,7 +463,8 @@ class Process:
         self.cluster, self.pod = cluster, pod
         self.home = cluster.home / "pods" / pod["metadata"]["uid"]
         self.home.mkdir(parents=True, exist_ok=True)
-        self.address, self.reason, self.told = "127.0.0.1", "", False
+        (self.home / "termination").touch()
+        self.address, self.reason, self.told = cluster.name(pod, self.home / "hosts"), "", False
         self.status: dict[str, Any] = {}
         self.kill_at: threading.Timer | None = None
         self.mounts = self.volumes()
@@ -379,24 +489,33 @@ class Process:
             else:
                 source = self.home / "volumes" / volume["name"]
                 source.mkdir(parents=True, exist_ok=True)
-                kind = "secrets" if "secret" in volume else "configmaps"
-                if given := volume.get("secret") or volume.get("configMap"):
-                    name = given.get("secretName") or given.get("name")
+                for part in volume.get("projected", {}).get("sources", [volume]):
+                    if not (given := part.get("secret") or part.get("configMap")):
+                        continue
+                    kind, name = (
+                        "secrets" if "secret" in part else "configmaps",
+                        given.get("secretName") or given["name"],
+                    )
                     try:
-                        data = store.get(kind, space, name).get("data", {})
+                        held = store.get(kind, space, name)
                     except ApiError as error:
                         raise FileNotFoundError(error.message) from None
-                    for key, text in data.items():
-                        (source / key).write_bytes(base64.b64decode(text) if kind == "secrets" else text.encode())
+                    coded = held.get("data", {}) if kind == "secrets" else held.get("binaryData", {})
+                    for key, text in coded.items():
+                        (source / key).write_bytes(base64.b64decode(text))
+                    for key, text in held.get("data", {}).items() if kind == "configmaps" else ():
+                        (source / key).write_text(text)
             sources[volume["name"]] = source
         for mount in self.pod["spec"]["containers"][0].get("volumeMounts", ()):
             source = sources[mount["name"]] / mount.get("subPath", "")
             source.mkdir(parents=True, exist_ok=True)
             fixed = mount.get("readOnly") or any(
-                v["name"] == mount["name"] and ("secret" in v or "configMap" in v) for v in self.pod["spec"]["volumes"]
+                v["name"] == mount["name"] and {"secret", "configMap", "projected"} & {*v}
+                for v in self.pod["spec"]["volumes"]
             )
             words += ["ro" if fixed else "rw", str(source), mount["mountPath"]]
-        return words
+        told = self.pod["spec"]["containers"][0].get("terminationMessagePath", "/run/termination-log")
+        return [*words, "rw", f"{self.home}/termination", told, "rw", f"{self.home}/hosts", "/etc/hosts"]
 
     @property
     def env(self) -> dict[str, str]:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from kubernetes_nodes import Cluster, Process, condition, put_condition, wanted
-from kubernetes_store import CLUSTER_WIDE, KINDS, VERSION, ApiError, Store
+from kubernetes_nodes import Cluster, Process, condition, put_condition, total
+from kubernetes_store import CLUSTER_WIDE, GROUPS, KINDS, VERSION, ApiError, Store
 
 _PATH = re.compile(
     r"/(?:api/v1|apis/(?P<group>[^/]+)/[^/]+)(?:/namespaces/(?P<space>[^/]+))?"
@@ -72,11 +72,8 @@ class Server:
             if what == counted:
                 used, own = float(len(self.store.list(resource, space))), 1.0
             elif resource == "jobs" and what.startswith("requests."):
-
-                def total(job: dict[str, Any], what: str = what) -> float:
-                    return wanted(job["spec"]["template"], what.removeprefix("requests.")) * job["spec"]["completions"]
-
-                used, own = sum(map(total, self.store.list("jobs", space))), total(body)
+                device = what.removeprefix("requests.")
+                used, own = sum(total(job, device) for job in self.store.list("jobs", space)), total(body, device)
             else:
                 continue
             if used + own > most:
@@ -149,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def objects(self, resource: str, group: str, space: str, name: str, query: dict[str, str], body: Any) -> Any:
         store, labels, fields = self.server_.store, query.get("labelSelector", ""), query.get("fieldSelector", "")
-        kind = {"apiVersion": "batch/v1" if group == "batch" else "v1", "kind": KINDS[resource]}
+        kind = {"apiVersion": GROUPS.get(resource, "v1"), "kind": KINDS[resource]}
         if self.command == "POST":
             self.server_.within_quota(resource, body, space)
             if resource == "pods":
@@ -392,12 +389,15 @@ def _resources(group: str, names: list[str]) -> dict[str, Any]:
     }
 
 
-_BATCH = {"groupVersion": "batch/v1", "version": "v1"}
-_GROUP = {"name": "batch", "versions": [_BATCH], "preferredVersion": _BATCH}
+def _group(name: str) -> dict[str, Any]:
+    version = {"groupVersion": name, "version": name.partition("/")[2]}
+    return {"name": name.partition("/")[0], "versions": [version], "preferredVersion": version}
+
+
 DISCOVERY = {
     "/version": {"major": "1", "minor": VERSION.partition(".")[2], "gitVersion": f"v{VERSION}.0"},
     "/api": {"kind": "APIVersions", "versions": ["v1"]},
-    "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_GROUP]},
-    "/api/v1": _resources("v1", [name for name in KINDS if name != "jobs"]),
-    "/apis/batch/v1": _resources("batch/v1", ["jobs"]),
+    "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": [*map(_group, GROUPS.values())]},
+    "/api/v1": _resources("v1", [name for name in KINDS if name not in GROUPS]),
+    **{f"/apis/{group}": _resources(group, [name]) for name, group in GROUPS.items()},
 }

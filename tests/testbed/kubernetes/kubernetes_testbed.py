@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -74,6 +74,11 @@ class KubernetesTestbed:
             **options,
         }
         return Cluster(name="k8s", kind="kubernetes", root=f"{MOUNT}/orc", options=own)
+
+    def cluster_without_volume(self, env: Mapping[str, str] | None = None, **options: Any) -> Cluster:
+        """Return the entry of a cluster whose pods share nothing, with *env* for the job."""
+        own = {"kubeconfig": str(self.kubeconfig), "namespace": NAMESPACE, "image": IMAGE, **options}
+        return Cluster(name="k8s", kind="kubernetes", options=own, env=dict(env or {}))
 
     def here(self, path: PurePosixPath) -> Path:
         """Return where a path of the shared volume is on this machine."""

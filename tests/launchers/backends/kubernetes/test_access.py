@@ -9,7 +9,7 @@ import yaml
 from kubernetes_testbed import NAMESPACE, KubernetesTestbed
 
 from orc.launchers.backends.kubernetes import KubernetesBackend
-from orc.launchers.errors import BackendError, BackendUnreachable, SpecError
+from orc.launchers.errors import BackendError, BackendUnreachable
 
 
 def look(testbed: KubernetesTestbed, **options: Any) -> str:
@@ -90,5 +90,9 @@ def test_a_cluster_is_described_by_its_claims_and_devices(kubernetes_testbed) ->
     assert KubernetesBackend.discover({"kubeconfig": str(kubernetes_testbed.kubeconfig)}, None).facts["devices"] == {}
     for claim in ("shared", "a-single"):
         kubernetes_testbed.store.delete("persistentvolumeclaims", NAMESPACE, claim)
-    with pytest.raises(SpecError, match="no claim in the namespace training"):
-        KubernetesBackend.discover({"kubeconfig": str(kubernetes_testbed.kubeconfig)}, None)
+    found = KubernetesBackend.discover({"kubeconfig": str(kubernetes_testbed.kubeconfig)}, "lab")
+    assert not {"root", "volumes"} & {
+        *yaml.safe_load(found.entry)["lab"],
+        *yaml.safe_load(found.entry)["lab"]["options"],
+    }
+    assert "else, without a claim, records go with the pods" in found.entry

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import orc.launchers.backends.kubernetes as package
-from orc.launchers.backends.kubernetes.options import Access, PodOptions, Toleration, Volume
+from orc.launchers.backends.kubernetes.options import ClusterOptions, PodOptions, Toleration, Volume
 from orc.launchers.testing.surface import unstable_imports
 
 HERE = Path(str(package.__file__)).parent
@@ -24,7 +24,7 @@ def test_it_has_at_most_1200_lines_that_are_not_blank() -> None:
     assert len(lines) <= 1200
 
 
-@pytest.mark.parametrize("model", [Access, PodOptions, Volume, Toleration])
+@pytest.mark.parametrize("model", [ClusterOptions, PodOptions, Volume, Toleration])
 def test_the_page_has_every_option_with_what_it_means(model) -> None:
     rows = PAGE.read_text().splitlines()
     for name, field in model.model_fields.items():

@@ -14,7 +14,6 @@ from orc.launchers.errors import RenderError, SpecError
 from orc.launchers.plan import Plan
 
 EVERYTHING: dict[str, Any] = {
-    "image_pull_policy": "Always",
     "image_pull_secrets": "registry",
     "service_account": "trainer",
     "node_selector": {"pool": "a100"},
@@ -34,9 +33,8 @@ EVERYTHING: dict[str, Any] = {
         {"secret": "login", "path": "/etc/login", "sub_path": "token"},
     ],
     "labels": {"team": "vision"},
-    "annotations": {"owner.example.com/who": "us"},
     "pod_template": {
-        "metadata": {"annotations": {"more.example.com/x": "y"}},
+        "metadata": {"annotations": {"owner.example.com/who": "us"}},
         "spec": {
             "runtimeClassName": "nvidia",
             "containers": [
@@ -63,6 +61,7 @@ def test_every_option_makes_a_manifest_that_two_versions_of_the_published_schema
     )
     assert violations(manifest(plan), version) == []
     assert violations(manifest(plan, "secret.json"), version) == []
+    assert violations(manifest(plan, "service.json"), version) == []
     assert violations({**manifest(plan), "spec": {"templat": {}}}, version) != []  # the schema does look
 
 
@@ -92,6 +91,9 @@ def test_what_the_options_say_of_the_pod_is_in_it(render) -> None:
         {"operator": "Equal", "key": "dedicated", "value": "training", "effect": "NoSchedule"},
     ]
     assert (pod["hostNetwork"], pod["runtimeClassName"], pod["priorityClassName"]) == (True, "nvidia", "high")
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("trainer", True)
+    assert (pod["nodeSelector"], pod["imagePullSecrets"]) == ({"pool": "a100"}, [{"name": "registry"}])
+    assert pod["affinity"] == EVERYTHING["affinity"]
     assert main["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert [each["name"] for each in pod["containers"]] == ["main", "sidecar"]
     mounts = {each["mountPath"]: each for each in main["volumeMounts"]}
@@ -101,8 +103,50 @@ def test_what_the_options_say_of_the_pod_is_in_it(render) -> None:
     assert sources[mounts["/dev/shm"]["name"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
     assert sources[mounts["/scratch"]["name"]]["emptyDir"] == {"sizeLimit": "100Gi"}
     template = manifest(plan)["spec"]["template"]["metadata"]
-    assert template["annotations"] == {"owner.example.com/who": "us", "more.example.com/x": "y"}
+    assert template["annotations"] == {"owner.example.com/who": "us"}
     assert template["labels"]["team"] == "vision"
+
+
+def test_tpus_of_gke_are_a_device_by_its_name_and_no_gpu(render) -> None:
+    selector = {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice",
+        "cloud.google.com/gke-tpu-topology": "4x4",
+    }
+    plan = render({"devices": {"google.com/tpu": 4}, "node_selector": selector}, resources={"nodes": 4})
+    pod, tpus = pod_of(plan), {"google.com/tpu": "4"}
+    assert pod["containers"][0]["resources"] == {"requests": tpus, "limits": tpus}
+    assert pod["nodeSelector"] == selector
+    assert "ORC_GPUS" not in plan.env
+    assert violations(manifest(plan)) == []
+
+
+def test_pods_of_several_nodes_have_names_and_those_of_one_need_none(render) -> None:
+    name = "orc-digits-abcdef-a1"
+    plan = render(resources={"nodes": 2})
+    assert pod_of(plan)["subdomain"] == name
+    assert manifest(plan, "service.json")["spec"] == {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"orc-launch/attempt": name},
+    }
+    command = pod_of(plan)["containers"][0]["command"]
+    assert command[command.index("--master-host") + 1] == f"{name}-0.{name}"
+    alone = render()
+    assert [file.path.rpartition("/")[2] for file in alone.files] == ["agent.json", "job.json"]
+    assert "--master-host" not in pod_of(alone)["containers"][0]["command"]
+
+
+def test_a_jobset_holds_the_job_and_has_what_counts_for_all_of_it(render) -> None:
+    options = {"jobset": True, "queue": "team-a", "keep": 60}
+    made = manifest(render(options, resources={"nodes": 2}), "jobset.json")
+    assert violations(made) == []
+    assert (made["apiVersion"], made["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (part,) = made["spec"].pop("replicatedJobs")
+    assert made["spec"] == {"suspend": True, "ttlSecondsAfterFinished": 60, "failurePolicy": {"maxRestarts": 0}}
+    assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+    assert "kueue.x-k8s.io/queue-name" not in part["template"]["metadata"]["labels"]  # Kueue knows the whole alone
+    assert (part["name"], part["replicas"], part["template"]["spec"]["completions"]) == ("main", 1, 2)
+    assert violations({**made, "spec": {"replicatedJobs": [part], "replicas": 1}}) != []
 
 
 def test_a_jobs_options_go_over_the_clusters(render) -> None:
@@ -149,7 +193,7 @@ def test_names_that_are_too_long_are_cut_and_stay_different(render) -> None:
     long = "a" * 45
     names = [manifest(render(job_id=f"{long}-{end}"))["metadata"]["name"] for end in ("abcdef", "abcdeg")]
     assert len(set(names)) == 2
-    assert max(map(len, names)) <= 52  # with -<index>-<five letters> a name of 63
+    assert max(map(len, names)) <= 45  # with -main-0 of a JobSet and -<index>-<five letters> a name of 63
     assert manifest(render(job_id=f"{long}-abcdef"))["metadata"]["annotations"]["orc-launch/marker"].endswith(
         "abcdef-a1"
     )
@@ -179,6 +223,8 @@ def test_a_template_that_contradicts_orc_is_refused_with_the_key(render, templat
     ("options", "what"),
     [
         ({"volumes": []}, "in no volume that all pods share"),
+        ({"store": "s3://b/orc"}, "there is a store: give one of both"),
+        ({"store": "bucket"}, "is not the URL of a place in an object store"),
         ({"volumes": [{"empty": "disk", "path": "/shared"}]}, "in no volume that all pods share"),
         ({"volumes": [{"claim": "data", "path": "/shared", "read_only": True}]}, "in no volume that all pods share"),
         ({"volumes": [{"claim": "data", "path": "/shared", "secret": "x"}]}, "is claim and secret"),
@@ -187,7 +233,7 @@ def test_a_template_that_contradicts_orc_is_refused_with_the_key(render, templat
         ({"image": "two words"}, "must not contain blanks"),
         ({"namespace": "Big"}, "is not the name of an object"),
         ({"gpu": "gpu"}, "is not the name of a device"),
-        ({"jobset": "x"}, "unknown key"),
+        ({"jobsets": True}, "unknown key"),
         ({"pod_template": {"sepc": {}}}, "unknown key"),
     ],
 )
@@ -200,7 +246,7 @@ def test_options_that_are_wrong_are_refused_with_what_they_should_be(render, opt
     ("spec", "what"),
     [
         ({"resources": {"nodes": "2:4"}}, "a Job has one number of pods"),
-        ({"environment": {"container": "img"}}, "the pods are containers already"),
+        ({"environment": {"container": "img"}}, "the job runs in a container already"),
     ],
 )
 def test_jobs_that_kubernetes_cannot_carry_are_refused(render, spec, what) -> None:

@@ -123,7 +123,7 @@ def test_a_gate_whose_image_is_missing_says_so_and_one_that_is_gone_is_made_agai
 
     lost = KubernetesBackend(kubernetes_testbed.cluster(image="missing/image:1"))
     with pytest.raises(
-        BackendError, match="which reaches the volume, does not start: the image missing/image:1 cannot"
+        BackendError, match=r"that reaches the volume, orc-gate-.* does not start: the image missing/image:1 cannot"
     ):
         lost.transport.names(MOUNT)
     transport = backend_under_test.stores().roots["k8s"][0]
@@ -155,3 +155,19 @@ def test_commands_run_in_the_pod_of_a_node_with_their_input_and_their_exit_statu
         1,
         f"orc: Job {job.plan.marker}: the pod of node 7 does not run\n",
     )
+
+
+def test_files_of_configmaps_and_secrets_are_in_the_pods(
+    make_job: MakeJob, kubernetes_testbed: KubernetesTestbed
+) -> None:
+    for resource, kind, name, key, data in (
+        ("configmaps", "ConfigMap", "settings", "data", {"rate": "3"}),
+        ("secrets", "Secret", "login", "stringData", {"key": "k"}),
+    ):
+        body = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, key: data}
+        kubernetes_testbed.store.create(resource, NAMESPACE, body)
+    volumes = [{"config_map": "settings", "path": "/mnt/settings"}, {"secret": "login", "path": "/mnt/login"}]
+    source = "print(open('/mnt/settings/rate').read(), open('/mnt/login/key').read())"
+    job = make_job(source, resources={"options": {"kubernetes": {"volumes": volumes}}}).submit()
+    assert job.wait().phase is Phase.SUCCEEDED
+    assert job.log(0) == "3 k\n"

@@ -75,7 +75,7 @@ def unplaced(number: int) -> dict[str, Any]:
         ([pod(0, "Failed", why=disruption("DeletionByPodGC"))], Phase.LOST, Cause.NODE_FAILURE, "taken from node-0"),
         ([pod(0, "Failed", why=disruption("DeletionByTaintManager"))], Phase.LOST, Cause.NODE_FAILURE, "node-0"),
         ([pod(0, "Failed", reason="NodeLost")], Phase.LOST, Cause.NODE_FAILURE, "node-0 is gone"),
-        ([], Phase.LOST, Cause.NODE_FAILURE, "Pod x has condition DisruptionTarget"),
+        ([], Phase.LOST, Cause.PREEMPTED, "Pod x has condition DisruptionTarget"),
     ],
 )
 def test_an_attempt_whose_agents_left_no_word_ended_as_kubernetes_says(pods, phase, cause, reason) -> None:

@@ -258,6 +258,8 @@ def test_large_files_go_to_s3_in_parts_and_appear_at_their_end(s3_store, monkeyp
     assert not s3_store.exists("bucket/large")
     with_parts.close()
     assert s3_store.cat_file("bucket/large") == data
+    assert s3_store.cat_file("bucket/large", 10, 20) == data[10:20]
+    assert s3_store.cat_file("bucket/large", len(data), len(data) + 5) == b""
     with s3_store.open("bucket/large", "rb") as source:
         assert source.read(10) + source.read() == data
     dropped = s3_store.open("bucket/dropped", "wb")

@@ -1,0 +1,56 @@
+"""Requests to the API of a platform: what was refused, what never arrived, and what may have had its effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from orc.launchers.errors import BackendError, BackendUnreachable
+
+TIMEOUT_S = 30.0
+
+
+class ApiRefusal(BackendError):
+    """The API has answered with an error: nothing was changed."""
+
+    code = 0
+    kind = ""  # of the object that it is about
+
+
+class Uncertain(BackendUnreachable):
+    """The request was sent and no answer came: it may have had its effect."""
+
+
+def exchange(
+    pool: Any,
+    method: str,
+    url: str,
+    data: bytes | None,
+    headers: Mapping[str, str],
+    refused: Callable[[int, bytes], BackendError],
+    where: str,
+) -> bytes:
+    """Return the answer to a request over *pool* of urllib3; *refused* makes the error of one that is no.
+
+    Raises `BackendUnreachable` for a request that was not sent, `Uncertain` for one without an answer.
+    """
+    from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError
+
+    try:
+        answer = pool.request(method, url, body=data, headers=dict(headers), timeout=TIMEOUT_S, retries=False)
+    except HTTPError as error:
+        never = isinstance(error, (NewConnectionError, ConnectTimeoutError))
+        what = f"the API server does not answer: {error}"
+        raise (BackendUnreachable if never else Uncertain)(what, where=where) from None
+    if answer.status >= 300:
+        raise refused(answer.status, bytes(answer.data))
+    return bytes(answer.data)
+
+
+def refusal(status: int, what: str, where: str, hint: str = "", kind: str = "") -> BackendError:
+    """Return the error for the status of an answer: a server that is not well is asked again."""
+    if status == 429 or status >= 500:
+        return (Uncertain if status >= 500 else BackendUnreachable)(f"the API server: {what}", where=where)
+    error = ApiRefusal(what, where=where, hint=hint)
+    error.code, error.kind = status, kind
+    return error
