@@ -142,8 +142,8 @@ def shard_plans(barrier: Barrier, prepared: Prepared, request: SaveRequest) -> S
         return None
     from orc.runtime.checkpoint.state.planning import ShardPlans
 
-    barrier.plans = barrier.plans or ShardPlans(barrier)
-    return barrier.plans
+    plans: ShardPlans = barrier.kept.setdefault(ShardPlans, ShardPlans(barrier))
+    return plans
 
 
 def write(

@@ -244,6 +244,7 @@ def test_an_attempt_that_was_never_sent_has_no_logs(client, backend, job_file):
 
 
 def test_listing_imports_no_more_than_it_needs(orc_home):
+    Client().close()  # makes the ledger
     code = (
         "import sys; from orc.orchestrator.client import Client; Client().jobs(); "
         "print(sorted({m.split('.')[0] for m in sys.modules} & "

@@ -21,7 +21,6 @@ from orc.runtime.collectives.store import ANSWER_S, StoreError, StoreTimeout, ne
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.replication.absence import Absence
     from orc.runtime.checkpoint.replication.relay import Relay
-    from orc.runtime.checkpoint.state.planning import ShardPlans
     from orc.runtime.collectives.store import Store
     from orc.runtime.core.context import RunContext
 
@@ -53,7 +52,7 @@ class Barrier:
         self._count = 0
         self._relays = 0
         self._runs_apart = bool(context.key)  # each rank in a process of its own
-        self.plans: ShardPlans | None = None  # agreed here
+        self.kept: dict[type, Any] = {}  # by its callers, from one barrier to the next
 
     def hold(
         self,
