@@ -13,25 +13,26 @@ from torch import Tensor, nn
 
 from orc.runtime import collectives
 from orc.runtime.attributes import AcceleratorAttributes
-from orc.runtime.checkpoint.methods import Checkpointing
+from orc.runtime.checkpointing import Checkpointing
 from orc.runtime.core.context import current_context
 from orc.runtime.core.delegation import of
 from orc.runtime.core.errors import OrcRuntimeError
 from orc.runtime.core.libraries import chosen, take_arguments
 from orc.runtime.core.options import ONE_STEP, gather_options
+from orc.runtime.core.parsing import switched_on
 from orc.runtime.core.prepared import Prepared
-from orc.runtime.core.state import check_device
-from orc.runtime.engine import engine_for
 from orc.runtime.launch.process_group import close
 from orc.runtime.observe.profiling import Profiling
 from orc.runtime.parallel import extract_model_from_parallel
 from orc.runtime.parallel.compile import resolve_plugin
 from orc.runtime.parallel.precision import precision_for
-from orc.runtime.preemption.watching import Watching
+from orc.runtime.preparing import Preparation
+from orc.runtime.state import check_device
 from orc.runtime.tracking.methods import Tracking
 from orc.runtime.train.accumulation import Accumulation
+from orc.runtime.train.engine import engine_for
 from orc.runtime.train.normalize import Count
-from orc.runtime.train.preparing import Preparation
+from orc.runtime.watching import Watching
 
 if TYPE_CHECKING:
     from typing import Self  # newer than the oldest Python of a rank
@@ -127,7 +128,7 @@ class Accelerator(AcceleratorAttributes):
             split_batches=split_batches,
             gradient_accumulation_steps=gradient_accumulation_steps,
             dataloader_config=dataloader_config,
-            fsdp_plugin=fsdp_plugin,
+            fsdp_plugin=_sharding(fsdp_plugin),
             parallelism=_parallelism(parallelism_config, torch_tp_plugin),
             rng_types=rng_types,
             project_dir=project_dir,
@@ -280,7 +281,11 @@ class Accelerator(AcceleratorAttributes):
         """
         if learning_rate is None:
             raise ValueError("lomo_backward needs the learning_rate of this step")
-        fused = [one.optimizer for one in self._prepared.optimizers if hasattr(one.optimizer, "fused_backward")]
+        fused = [
+            optimizer.optimizer
+            for optimizer in self._prepared.optimizers
+            if hasattr(optimizer.optimizer, "fused_backward")
+        ]
         if not fused:
             raise ValueError("lomo_backward: no prepared optimizer updates during backward; use backward() and step()")
         self._engine.fused_backward(loss, fused, learning_rate)
@@ -301,8 +306,8 @@ class Accelerator(AcceleratorAttributes):
         if model is not None and not more:
             return self._engine.no_sync(model)
         block = ExitStack()
-        for one in self._prepared.models if model is None else (model, *more):
-            block.enter_context(self._engine.no_sync(one))
+        for prepared_model in self._prepared.models if model is None else (model, *more):
+            block.enter_context(self._engine.no_sync(prepared_model))
         return block
 
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> AbstractContextManager[Any]:
@@ -381,7 +386,7 @@ class Accelerator(AcceleratorAttributes):
         """Divide gradients by the loss scale, of all prepared optimizers or of *optimizer* (or a list); fp16 only."""
         if optimizer is not None:
             optimizer = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-            optimizer = [getattr(one, "optimizer", one) for one in optimizer]
+            optimizer = [getattr(given, "optimizer", given) for given in optimizer]
         self._engine.unscale(optimizer)
 
     # ---- collectives
@@ -489,6 +494,17 @@ class Accelerator(AcceleratorAttributes):
         finally:
             self._watching.close()
             close(self.ctx)
+
+
+def _sharding(given: Any) -> Any:
+    """Return the plug-in that was *given*, or that of the environment where it turns FSDP on; else `None`."""
+    if given is None and not switched_on(os.environ, "ACCELERATE_USE_FSDP"):
+        return None
+    from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin
+
+    if given is not None and not isinstance(given, FullyShardedDataParallelPlugin):
+        raise TypeError(f"fsdp_plugin is a {type(given).__name__}, not a FullyShardedDataParallelPlugin")
+    return FullyShardedDataParallelPlugin() if given is None else given
 
 
 def _parallelism(given: ParallelismConfig | None, plugin: Any) -> ParallelismConfig | None:

@@ -14,7 +14,7 @@ from orc.runtime.core.handlers import (
     ProjectConfiguration,
 )
 from orc.runtime.core.process_control import ProcessControl
-from orc.runtime.core.state import AcceleratorState, GradientState
+from orc.runtime.state import AcceleratorState, GradientState
 
 if TYPE_CHECKING:
     import torch
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from orc.runtime.core.events import Events
     from orc.runtime.core.model_handlers import AutocastKwargs, DistributedDataParallelKwargs
     from orc.runtime.core.options import Options
-    from orc.runtime.engine import Engine
+    from orc.runtime.core.profile_options import ProfileKwargs
     from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
     from orc.runtime.engine.deepspeed.wrappers import DeepSpeedEngineWrapper
-    from orc.runtime.observe.profile_options import ProfileKwargs
     from orc.runtime.train.accumulation import Accumulation
+    from orc.runtime.train.engine import Engine
     from orc.runtime.train.optimizer import AcceleratedOptimizer
     from orc.runtime.train.scheduler import AcceleratedScheduler
 

@@ -39,12 +39,12 @@ def check_savable_alone(prepared: Prepared, elsewhere: RanksElsewhere) -> None:
         CheckpointError: a model or optimizer is spread over the ranks.
     """
     models, optimizers = records_of(prepared), prepared.optimizers
-    spread = [type(one.model).__name__ for one in models if one.layout is not Layout.WHOLE]
-    spread += [type(one).__name__ for one in optimizers if steps_parts(one, models)]
+    spread = [type(model.model).__name__ for model in models if model.layout is not Layout.WHOLE]
+    spread += [type(optimizer).__name__ for optimizer in optimizers if steps_parts(optimizer, models)]
     spread += [
         type(inner).__name__
-        for one in optimizers
-        if hasattr(inner := getattr(one, "optimizer", one), "consolidate_state_dict")
+        for optimizer in optimizers
+        if hasattr(inner := getattr(optimizer, "optimizer", optimizer), "consolidate_state_dict")
     ]
     if spread:
         raise CheckpointError(

@@ -81,11 +81,13 @@ def _collect(context: RunContext, prepared: Prepared, request: SaveRequest, dest
     weights = [
         strategy.model_state(model, keep=destination.leads) for strategy, model in zip(strategies, models, strict=True)
     ]
-    in_shards = {id(one) for one, strategy in zip(weights, strategies, strict=True) if strategy.name != FULL}
-    optimizers = [strategy_named(strategy_of_optimizer(one, models, request.state)) for one in prepared.optimizers]
+    in_shards = {id(weight) for weight, strategy in zip(weights, strategies, strict=True) if strategy.name != FULL}
+    optimizers = [
+        strategy_named(strategy_of_optimizer(optimizer, models, request.state)) for optimizer in prepared.optimizers
+    ]
     optimizer_states = [
-        strategy.optimizer_state(one, models, keep=destination.leads)
-        for strategy, one in zip(optimizers, prepared.optimizers, strict=True)
+        strategy.optimizer_state(optimizer, models, keep=destination.leads)
+        for strategy, optimizer in zip(optimizers, prepared.optimizers, strict=True)
     ]
     for hook in request.hooks:
         hook(list(all_models), weights, str(destination.hook_directory()))

@@ -86,7 +86,7 @@ def load(
     with _not_awaited(barrier, "load_state (checking)"):
         for hook in hooks:
             hook(modules, str(directory))
-        models = [one for one in records_of(prepared, modules) if one.layout is not Layout.OF_ENGINE]
+        models = [record for record in records_of(prepared, modules) if record.layout is not Layout.OF_ENGINE]
         error = _error_of(lambda: _check_models(directory, manifest, models, options))
         if error is None and checked.source is not None:
             error = _error_of(lambda: checked.bring(_shards_read(directory, manifest, prepared, models), shared=True))

@@ -74,22 +74,22 @@ def shards_of_model(directory: Path) -> Path:
         return directory
     if (twin := _twin(directory)) is not None and (twin / layout.SHARD_METADATA).is_file():
         return twin
-    found = [
+    folders = [
         entry
         for entry in (sorted(directory.iterdir()) if directory.is_dir() else ())
         if layout.SHARDS.fullmatch(entry.name)
         and not entry.name.startswith(layout.OPTIMIZER_NAME)
         and (entry / layout.SHARD_METADATA).is_file()
     ]
-    if len(found) > 1:
-        raise CheckpointError(f"{directory} has the shards of {len(found)} models: give one of {_names(found)}")
-    if not found:
+    if len(folders) > 1:
+        raise CheckpointError(f"{directory} has the shards of {len(folders)} models: give one of {_names(folders)}")
+    if not folders:
         raise CheckpointError(
             f"{directory} holds no shards of a model (no {layout.SHARD_METADATA}): give the folder pytorch_model_0 or "
             "pytorch_model_fsdp_0 of a checkpoint. Of a full state there is nothing to merge: it has its weights in "
             f"{layout.SAFE_WEIGHTS_NAME}"
         )
-    return found[0]
+    return folders[0]
 
 
 def read_model(folder: Path) -> dict[str, Any]:

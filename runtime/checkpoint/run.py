@@ -345,18 +345,18 @@ class RunCheckpoints:
         asked = [given for given, *_ in bids]
         if len(set(asked)) > 1:
             raise CheckpointError(f"load_state was called with different directories on different ranks: {asked}")
-        found = newest_first([bid for _, *bid in bids])
+        newest = newest_first([bid for _, *bid in bids])
         if asked[0] is not None:
-            return None, found[0][1] if found else None
+            return None, newest[0][1] if newest else None
         root = self.root
         if root is None:
             raise CheckpointError(
                 "load_state needs a directory: pass input_dir, or use automatic checkpoint naming, or set "
                 "ORC_CHECKPOINT_DIR"
             )
-        if not found:
+        if not newest:
             raise CheckpointError(f"{root.path} holds no complete checkpoint")
-        return found[0]
+        return newest[0]
 
     def _load(
         self,
@@ -402,13 +402,13 @@ Offer = tuple[int, str, float]
 
 def offers(root: CheckpointRoot | RemoteRoot) -> list[Offer]:
     """The complete checkpoints below *root* that can be seen from this machine."""
-    found: list[Offer] = []
+    known: list[Offer] = []
     for number, directory in root.committed():
         if isinstance(directory, Path):
-            found += [(number, identity, created_at) for _, identity, created_at in offer(directory)]
+            known += [(number, identity, created_at) for _, identity, created_at in offer(directory)]
         else:
-            found.append((number, "", 0.0))
-    return found
+            known.append((number, "", 0.0))
+    return known
 
 
 def offer(directory: Location) -> list[Offer]:

@@ -18,7 +18,7 @@ from orc.runtime.parallel.records import record_of
 if TYPE_CHECKING:
     from orc.runtime.core.handlers import LoadHook, SaveHook
     from orc.runtime.core.options import Options
-    from orc.runtime.engine import Engine
+    from orc.runtime.train.engine import Engine
 
 File: TypeAlias = str | os.PathLike[str] | IO[bytes]
 
@@ -71,9 +71,9 @@ class StateSaving:
             ValueError: objects without these methods.
         """
         bad = [
-            f"{type(one).__name__} (argument {place})"
-            for place, one in enumerate(objects, 1)
-            if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None)))
+            f"{type(item).__name__} (argument {place})"
+            for place, item in enumerate(objects, 1)
+            if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None)))
         ]
         if bad:
             raise ValueError(

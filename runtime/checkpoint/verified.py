@@ -123,8 +123,8 @@ def verified(
         if sites is not None and sites.several and identity is not None:
             yield Verified(*provide(barrier, sites, where, identity, tell))
         else:
-            found = locate(where)
-            yield Verified(found, verify(context, barrier, found))
+            local = locate(where)
+            yield Verified(local, verify(context, barrier, local))
         return
     mine: Path | None = None
     error: str | None = None

@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed import distributed_c10d
 from torch.futures import Future
 
-from orc.runtime.collectives.store import LocalStore
 from orc.runtime.core.errors import ContextError, DistributedOperationException
+from orc.runtime.core.store import LocalStore
 
 Tensors = list[torch.Tensor]
 

@@ -40,7 +40,7 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, ctx:
         return everything[:valid] if isinstance(input_data, (list, tuple)) else _cut_each(everything, valid)
     leaves, spec = flatten(everything)
     # What had no dimension before the gathering has one row per process, not per sample.
-    rows = [one[:valid] if mine.ndim else one for one, mine in zip(leaves, flatten(input_data)[0], strict=True)]
+    rows = [leaf[:valid] if mine.ndim else leaf for leaf, mine in zip(leaves, flatten(input_data)[0], strict=True)]
     return unflatten(spec, rows)
 
 
@@ -52,7 +52,7 @@ def _rows_of_last_batch(gradient: GradientRecord) -> int:
 
 def _cut_each(parts: list[Any], valid: int) -> list[Any]:
     """The parts of all processes, of which the first *valid* rows count."""
-    from orc.runtime.data.batch import cut, rows_of
+    from orc.runtime.collectives.batch import cut, rows_of
 
     result = []
     for part in parts:

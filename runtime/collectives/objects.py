@@ -32,8 +32,8 @@ def gather_object(object: Any, *, ctx: RunContext | None = None) -> Any:
     if ctx.world_size == 1:
         return object
     everything = all_gather_pickled(object, ctx)
-    if all(isinstance(one, (list, tuple)) for one in everything):
-        return [element for one in everything for element in one]
+    if all(isinstance(part, (list, tuple)) for part in everything):
+        return [element for part in everything for element in part]
     return everything
 
 

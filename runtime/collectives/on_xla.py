@@ -38,8 +38,10 @@ class XlaCarrier:
     def gather(self, leaves: Leaves) -> Leaves:
         """Each of *leaves* of all processes, joined along the first dimension."""
         full = [index for index, leaf in enumerate(leaves) if leaf.numel()]
-        found = self._xla.all_gather([_numbers(leaves[index]).reshape(leaves[index].shape or (1,)) for index in full])
-        results = {index: one.to(leaves[index].dtype) for index, one in zip(full, found, strict=True)}
+        gathered = self._xla.all_gather(
+            [_numbers(leaves[index]).reshape(leaves[index].shape or (1,)) for index in full]
+        )
+        results = {index: one.to(leaves[index].dtype) for index, one in zip(full, gathered, strict=True)}
         ranks = self._xla.world_size
         return [
             results[index] if index in results else leaf.new_empty((ranks * leaf.shape[0], *leaf.shape[1:]))
@@ -49,7 +51,7 @@ class XlaCarrier:
     def reduce(self, leaves: Leaves, reduction: str, scale: float) -> Leaves:
         """The sum or mean over the processes of each of *leaves*, times *scale*."""
         carriers = [_numbers(leaf) for leaf in leaves]
-        scaled = [one if one.is_floating_point() or scale == 1 else one.float() for one in carriers]
+        scaled = [tensor if tensor.is_floating_point() or scale == 1 else tensor.float() for tensor in carriers]
         totals = self._xla.all_reduce(scaled, scale)
         return [total / self._xla.world_size for total in totals] if reduction == "mean" else totals
 

@@ -16,7 +16,7 @@ import struct
 import time
 from typing import Any
 
-from orc.runtime.collectives.store import StoreError
+from orc.runtime.core.store import StoreError
 
 GREETING_S = 10.0  # for somebody who connects to prove who they are
 MESSAGE_BYTES = 64 << 20

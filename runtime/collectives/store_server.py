@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
-from orc.runtime.collectives.store import ANSWER_S, LocalStore, Store, StoreError, StoreTimeout
 from orc.runtime.collectives.store_connection import Connection
+from orc.runtime.core.store import ANSWER_S, LocalStore, Store, StoreError, StoreTimeout
 
 CONNECT_S = 60.0
 STRANGERS = 256  # connections at once that have not proven yet who they are

@@ -87,10 +87,12 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     """
     missing = -batch_size % num_processes
 
-    def pad(one: Tensor) -> Tensor:
-        if not missing or one.ndim <= dim or one.shape[dim] != batch_size:
-            return one
-        last = one.narrow(dim, batch_size - 1, 1)
-        return torch.cat([one, last.expand([missing if at == dim else size for at, size in enumerate(one.shape)])], dim)
+    def pad(tensor: Tensor) -> Tensor:
+        if not missing or tensor.ndim <= dim or tensor.shape[dim] != batch_size:
+            return tensor
+        last = tensor.narrow(dim, batch_size - 1, 1)
+        return torch.cat(
+            [tensor, last.expand([missing if at == dim else size for at, size in enumerate(tensor.shape)])], dim
+        )
 
     return recursively_apply(pad, tensor)

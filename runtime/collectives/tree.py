@@ -268,8 +268,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """
     flat = [flatten(one, "concatenate") for one in data]
     leaves, spec = [one for one, _ in flat], flat[0][1]
-    if len({len(one) for one in leaves}) != 1:
-        raise TypeError(f"concatenate: the structures hold {', '.join(str(len(one)) for one in leaves)} tensors")
+    if len({len(leaf) for leaf in leaves}) != 1:
+        raise TypeError(f"concatenate: the structures hold {', '.join(str(len(leaf)) for leaf in leaves)} tensors")
     return unflatten(spec, [torch.cat(column, dim=dim) for column in zip(*leaves, strict=True)])
 
 

@@ -58,7 +58,9 @@ def is_compiled_module(module: nn.Module) -> bool:
 def has_compiled_regions(module: nn.Module) -> bool:
     """Return whether a module inside *module* is compiled: wrapped, or in place as regional compilation does it."""
     return any(
-        is_compiled_module(one) or one._compiled_call_impl is not None for one in module.modules() if one is not module
+        is_compiled_module(inner) or inner._compiled_call_impl is not None
+        for inner in module.modules()
+        if inner is not module
     )
 
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from orc.runtime.collectives.store import Store
+    from orc.runtime.core.environment import LaunchEnvironment
     from orc.runtime.core.handlers import GradientAccumulationPlugin
+    from orc.runtime.core.store import Store
     from orc.runtime.core.topology import Topology
-    from orc.runtime.launch.environment import LaunchEnvironment
 
 
 class TrainingLibrary(Protocol):

@@ -181,10 +181,10 @@ def normalise(values: Any) -> dict[str, Any]:
     """
     if not isinstance(values, Mapping):
         raise ValueError("expected a mapping like {zero_stage: 2, gradient_clipping: 1.0}")
-    found = {str(name): check_value(str(name), value) for name, value in values.items() if value is not None}
-    if name := next((name for name in found if name in OF_LAUNCHER), None):
+    normal = {str(name): check_value(str(name), value) for name, value in values.items() if value is not None}
+    if name := next((name for name in normal if name in OF_LAUNCHER), None):
         raise ValueError(f"{name} belongs to DeepSpeed's launcher: {OF_LAUNCHER[name]}")
-    return found
+    return normal
 
 
 def variables(values: Mapping[str, Any]) -> dict[str, str]:

@@ -58,10 +58,10 @@ class Events:
         Raises:
             ValueError: there is no such event.
         """
-        setattr(self, event, tuple(one for one in self._callbacks(event) if one != callback))
+        setattr(self, event, tuple(known for known in self._callbacks(event) if known != callback))
 
     def _callbacks(self, event: str) -> tuple[Callback, ...]:
         if event not in self.__slots__:
             raise ValueError(f"there is no event {event!r}; choose from {', '.join(self.__slots__)}")
-        found: tuple[Callback, ...] = getattr(self, event)
-        return found
+        callbacks: tuple[Callback, ...] = getattr(self, event)
+        return callbacks

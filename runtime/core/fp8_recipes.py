@@ -28,19 +28,19 @@ class FP8Recipe(KwargsHandler):
 
     def __post_init__(self) -> None:
         given = fp8_settings.from_environment(os.environ)
-        for one in dataclasses.fields(self):  # type: ignore[arg-type]
-            setting = fp8_settings.SETTINGS.get(one.name)
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            setting = fp8_settings.SETTINGS.get(field.name)
             if setting is None:
                 continue
-            value = getattr(self, one.name)
+            value = getattr(self, field.name)
             if value is None:
-                value = given.get(one.name, setting.default)
+                value = given.get(field.name, setting.default)
             else:
                 try:
                     value = setting.parse(value)
                 except ValueError as error:
-                    raise ValueError(f"{type(self).__name__}: {one.name}={value!r}: {error}") from None
-            setattr(self, one.name, value)
+                    raise ValueError(f"{type(self).__name__}: {field.name}={value!r}: {error}") from None
+            setattr(self, field.name, value)
 
 
 @dataclass
@@ -160,12 +160,12 @@ class FP8RecipeKwargs(FP8Recipe):
     def of(self, backend: str) -> FP8Recipe:
         """Return the options of *backend* in these."""
         kind = RECIPES[backend]
-        fields = [one.name for one in dataclasses.fields(kind) if hasattr(self, one.name)]  # type: ignore[arg-type]
+        fields = [field.name for field in dataclasses.fields(kind) if hasattr(self, field.name)]  # type: ignore[arg-type]
         return kind(**{name: getattr(self, name) for name in fields})
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return only the options that are not the defaults."""
-        default = {name: one.default for name, one in fp8_settings.SETTINGS.items()}
+        default = {name: setting.default for name, setting in fp8_settings.SETTINGS.items()}
         values = {name: value for name, value in self.to_dict().items() if name != "optimization_level"}
         return {name: value for name, value in values.items() if value != default[name]}
 

@@ -50,7 +50,7 @@ def linear_precision(value: Any) -> tuple[bool, bool, bool]:
         value = [value] * 3
     if len(value) != 3:
         raise ValueError("expected true, false, or three of them: for fprop, dgrad and wgrad")
-    fprop, dgrad, wgrad = (truth(one.strip() if isinstance(one, str) else one) for one in value)
+    fprop, dgrad, wgrad = (truth(item.strip() if isinstance(item, str) else item) for item in value)
     return fprop, dgrad, wgrad
 
 
@@ -161,7 +161,9 @@ SETTINGS: dict[str, Setting] = {
     )
 }
 SPELLINGS = {
-    name: one for one in SETTINGS.values() for name in (one.key, *one.also, one.flag, one.flag.removeprefix("fp8_"))
+    name: setting
+    for setting in SETTINGS.values()
+    for name in (setting.key, *setting.also, setting.flag, setting.flag.removeprefix("fp8_"))
 }
 
 
@@ -173,21 +175,21 @@ def normalise(values: Any) -> dict[str, Any]:
     """
     if not isinstance(values, Mapping):
         raise ValueError("expected a mapping like {backend: te, fp8_format: HYBRID}")
-    found: dict[str, Any] = {}
+    normal: dict[str, Any] = {}
     for given, value in values.items():
         setting = SPELLINGS.get(str(given))
         if setting is None:
             raise ValueError(f"unknown key {given!r}{nearest(str(given), SPELLINGS)}")
         if value is None:
             continue
-        if setting.key in found:
+        if setting.key in normal:
             raise ValueError(f"{setting.key} is given twice")
         try:
-            found[setting.key] = setting.parse(value)
+            normal[setting.key] = setting.parse(value)
         except ValueError as error:
             raise ValueError(f"{given}: {value!r}: {error}") from None
-    check_together(found)
-    return found
+    check_together(normal)
+    return normal
 
 
 def check_together(found: Mapping[str, Any]) -> None:
@@ -227,7 +229,7 @@ def variables(values: Any) -> dict[str, str]:
 
 def from_environment(env: Mapping[str, str]) -> dict[str, Any]:
     """Return the parsed settings of *env* by key. Raises `ValueError` that names the variable."""
-    return read_variables(env, ((one.key, one.variable, one.parse) for one in SETTINGS.values()))
+    return read_variables(env, ((setting.key, setting.variable, setting.parse) for setting in SETTINGS.values()))
 
 
 def installed() -> list[str]:
@@ -242,8 +244,8 @@ def choose(wanted: str | None, there: Collection[str]) -> str:
         ValueError: it is not there, or none is.
     """
     if wanted is None:
-        if found := next((name for name in BACKENDS if name in there), None):
-            return found
+        if chosen := next((name for name in BACKENDS if name in there), None):
+            return chosen
         packages = ", ".join(PACKAGES.values())
         raise ValueError(f"mixed_precision=fp8 needs one of the packages {packages}, and none is installed")
     if wanted not in there:

@@ -180,7 +180,7 @@ SETTINGS: dict[str, Setting] = {
         ),
     )
 }
-_SPELLINGS = {name: one for one in SETTINGS.values() for name in (one.key, one.also) if name}
+_SPELLINGS = {name: setting for setting in SETTINGS.values() for name in (setting.key, setting.also) if name}
 
 
 def find(name: Any) -> Setting | None:
@@ -195,21 +195,21 @@ def normalise(values: Any) -> dict[str, Any]:
     """
     if not isinstance(values, Mapping):
         raise ValueError("expected a mapping like {version: 2, reshard_after_forward: true}")
-    found: dict[str, Any] = {}
+    normal: dict[str, Any] = {}
     for given, value in values.items():
         setting = find(given)
         if setting is None:
             raise ValueError(f"unknown key {given!r}{nearest(str(given).removeprefix('fsdp_'), _SPELLINGS)}")
         if value is None:
             continue
-        if setting.key in found:
+        if setting.key in normal:
             raise ValueError(f"{setting.key} is given twice")
         try:
-            found[setting.key] = setting.parse(value)
+            normal[setting.key] = setting.parse(value)
         except ValueError as error:
             raise ValueError(f"{given}: {value!r}: {error}") from None
-    check_together({SETTINGS[key].field: value for key, value in found.items()})
-    return found
+    check_together({SETTINGS[key].field: value for key, value in normal.items()})
+    return normal
 
 
 def check_together(fields: Mapping[str, Any]) -> None:
@@ -248,4 +248,4 @@ def variables(values: Any) -> dict[str, str]:
 
 def from_environment(env: Mapping[str, str]) -> dict[str, Any]:
     """Return the parsed values of *env* by field of the plug-in. Raises `ValueError` that names the variable."""
-    return read_variables(env, ((one.field, one.variable, one.parse) for one in SETTINGS.values()))
+    return read_variables(env, ((setting.field, setting.variable, setting.parse) for setting in SETTINGS.values()))

@@ -104,7 +104,7 @@ class TorchDynamoPlugin(KwargsHandler):
             try:
                 self.backend = DynamoBackend(str(self.backend).upper())
             except ValueError:
-                known = ", ".join(str(one).lower() for one in DynamoBackend)
+                known = ", ".join(str(backend).lower() for backend in DynamoBackend)
                 raise ValueError(f"TorchDynamoPlugin: backend {self.backend!r} is not one of {known}") from None
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class DataLoaderConfiguration:
 
     def __post_init__(self) -> None:
         if self.use_stateful_dataloader:
-            from orc.runtime.compat.availability import require_stateful_dataloader
+            from orc.runtime.core.availability import require_stateful_dataloader
 
             require_stateful_dataloader()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ _FOLDERS = "orc.runtime.engine"
 _GROUP = "orc.engines"
 
 
+@dataclass(frozen=True)
 class Way:
     """Way to train, and what asks for it.
 
@@ -34,7 +36,7 @@ class Way:
         variable: that of the environment; none where it is empty.
     """
 
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...]
     variable: str = ""
 
     def asked(self, given: Mapping[str, Any], env: Mapping[str, str]) -> str | None:
@@ -75,7 +77,7 @@ class Library(Way):
         raise NotImplementedError
 
     def engine(self) -> type[Any]:
-        """Return the class of its engine, which keeps the contract in `orc.runtime.engine.base`."""
+        """Return the class of its engine, which keeps the contract in `orc.runtime.train.engine`."""
         raise NotImplementedError
 
     def inside(self, model: nn.Module) -> nn.Module | None:
@@ -87,17 +89,8 @@ class Library(Way):
         return None
 
 
-class _Sharding(Way):
-    arguments = ("fsdp_plugin",)
-    variable = "ACCELERATE_USE_FSDP"
-
-
-class _Layout(Way):
-    arguments = ("parallelism_config",)
-    variable = "ACCELERATE_USE_PARALLELISM_CONFIG"
-
-
-_SHARDING, _LAYOUT = _Sharding(), _Layout()
+_SHARDING = Way(("fsdp_plugin",), "ACCELERATE_USE_FSDP")
+_LAYOUT = Way(("parallelism_config",), "ACCELERATE_USE_PARALLELISM_CONFIG")
 
 
 @cache

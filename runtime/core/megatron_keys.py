@@ -56,7 +56,7 @@ def check_value(name: str, value: Any) -> Any:
 
 def from_environment(env: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings that variables of *env* give. Raises `ValueError`, which names the variable."""
-    return read_variables(env, ((one.name, one.variable, one.parse) for one in KEYS.values()))
+    return read_variables(env, ((key.name, key.variable, key.parse) for key in KEYS.values()))
 
 
 def normalise(values: Any) -> dict[str, Any]:
@@ -67,16 +67,16 @@ def normalise(values: Any) -> dict[str, Any]:
     """
     if not isinstance(values, Mapping):
         raise ValueError("expected a mapping like {tp_degree: 2, pp_degree: 2}")
-    found = {}
+    normal = {}
     for name, value in values.items():
         plain = str(name).removeprefix("megatron_lm_")
         if plain not in KEYS:
             raise ValueError(f"no setting {name!r} of Megatron-LM{nearest(plain, KEYS)}")
         if value is not None:
-            found[plain] = check_value(plain, value)
-    if (problem := conflict(found)) is not None:
+            normal[plain] = check_value(plain, value)
+    if (problem := conflict(normal)) is not None:
         raise ValueError(problem)
-    return found
+    return normal
 
 
 def variables(values: Mapping[str, Any]) -> dict[str, str]:
@@ -111,7 +111,7 @@ def check_with(
     Raises:
         ValueError: it would be refused by every rank.
     """
-    found = {name: key.default for name, key in KEYS.items()} | normalise(values)
+    complete = {name: key.default for name, key in KEYS.items()} | normalise(values)
     if others:
         raise ValueError(f"Megatron-LM and {others[0]} are two ways to train one model; choose one")
     if accumulation != 1:
@@ -122,11 +122,11 @@ def check_with(
         raise ValueError("mixed_precision fp8 is not possible with Megatron-LM")
     if processes is None:
         return
-    ranks = found["tp_degree"] * found["pp_degree"]
+    ranks = complete["tp_degree"] * complete["pp_degree"]
     if processes % ranks:
         raise ValueError(
-            f"tp_degree {found['tp_degree']} x pp_degree {found['pp_degree']} needs a multiple of {ranks} processes, "
-            f"and there are {processes}"
+            f"tp_degree {complete['tp_degree']} x pp_degree {complete['pp_degree']} needs a multiple of {ranks} "
+            f"processes, and there are {processes}"
         )
 
 

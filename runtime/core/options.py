@@ -19,12 +19,11 @@ from orc.runtime.core.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from orc.runtime.core.parsing import switched_on
 
 if TYPE_CHECKING:
     from orc.runtime.core.model_handlers import AutocastKwargs, DistributedDataParallelKwargs
     from orc.runtime.core.parallelism import ParallelismConfig
-    from orc.runtime.observe.profile_options import ProfileKwargs
+    from orc.runtime.core.profile_options import ProfileKwargs
 
 # Spellings of older releases, and where their value goes now.
 _OLDER = {
@@ -33,7 +32,6 @@ _OLDER = {
     "dispatch_batches": "DataLoaderConfiguration(dispatch_batches=...)",
     "use_seedable_sampler": "DataLoaderConfiguration(use_seedable_sampler=...)",
 }
-_USE_FSDP = "ACCELERATE_USE_FSDP"
 
 H = TypeVar("H", bound=KwargsHandler)
 
@@ -80,7 +78,7 @@ class Options:
     @property
     def profile(self) -> ProfileKwargs:
         """Options of the profiler."""
-        from orc.runtime.observe.profile_options import ProfileKwargs
+        from orc.runtime.core.profile_options import ProfileKwargs
 
         return _take(self.handlers, ProfileKwargs)
 
@@ -138,7 +136,7 @@ def gather_options(
         dynamo=_dynamo(dynamo_backend, dynamo_plugin, handlers),
         handlers=handlers,
         recipe=recipe,
-        fsdp_plugin=_fsdp(fsdp_plugin, os.environ),
+        fsdp_plugin=fsdp_plugin,
         parallelism=parallelism,
     )
 
@@ -163,36 +161,23 @@ def _nearest(name: str, accelerator: Callable[..., Any]) -> str:
     return f", did you mean {near[0]!r}?" if near else ""
 
 
-def _fsdp(plugin: Any, env: Mapping[str, str]) -> Any:
-    """Return the plug-in that was given, or that of the environment where it turns FSDP on; else `None`."""
-    if plugin is None and not switched_on(env, _USE_FSDP):
-        return None
-    from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin
-
-    if plugin is None:
-        return FullyShardedDataParallelPlugin()
-    if not isinstance(plugin, FullyShardedDataParallelPlugin):
-        raise TypeError(f"fsdp_plugin is a {type(plugin).__name__}, not a FullyShardedDataParallelPlugin")
-    return plugin
-
-
 def _by_type(handlers: Iterable[KwargsHandler]) -> dict[type[KwargsHandler], KwargsHandler]:
-    found: dict[type[KwargsHandler], KwargsHandler] = {}
+    by_type: dict[type[KwargsHandler], KwargsHandler] = {}
     for handler in handlers:
         kind = next((kind for kind in _known() if isinstance(handler, kind)), None)
         if kind is None:
             names = ", ".join(kind.__name__ for kind in _known())
             raise TypeError(f"kwargs_handlers: {handler!r} is not one of {names}")
-        if kind in found:
+        if kind in by_type:
             raise ValueError(f"kwargs_handlers: {kind.__name__} is given twice")
-        found[kind] = handler
-    return found
+        by_type[kind] = handler
+    return by_type
 
 
 def _known() -> tuple[type[KwargsHandler], ...]:
     from orc.runtime.core.fp8_recipes import RECIPES, FP8RecipeKwargs
     from orc.runtime.core.model_handlers import AutocastKwargs, DistributedDataParallelKwargs
-    from orc.runtime.observe.profile_options import ProfileKwargs
+    from orc.runtime.core.profile_options import ProfileKwargs
 
     of_models = (AutocastKwargs, DistributedDataParallelKwargs)
     of_run = (GradScalerKwargs, InitProcessGroupKwargs, GradientAccumulationPlugin, TorchDynamoPlugin, ProfileKwargs)
@@ -200,10 +185,10 @@ def _known() -> tuple[type[KwargsHandler], ...]:
 
 
 def _take(handlers: dict[type[KwargsHandler], KwargsHandler], kind: type[H]) -> H:
-    found = handlers.get(kind)
-    if not isinstance(found, kind):
-        found = handlers[kind] = kind()
-    return found
+    handler = handlers.get(kind)
+    if not isinstance(handler, kind):
+        handler = handlers[kind] = kind()
+    return handler
 
 
 def _recipe(handlers: Mapping[type[KwargsHandler], KwargsHandler]) -> KwargsHandler | None:
@@ -213,7 +198,7 @@ def _recipe(handlers: Mapping[type[KwargsHandler], KwargsHandler]) -> KwargsHand
 
     given = [handlers[kind] for kind in _known() if kind in handlers and issubclass(kind, FP8Recipe)]
     if len(given) > 1:
-        names = " and ".join(type(one).__name__ for one in given)
+        names = " and ".join(type(recipe).__name__ for recipe in given)
         raise ValueError(f"kwargs_handlers: {names} choose different back ends of fp8; give one of them")
     return given[0] if given else None
 
@@ -223,7 +208,7 @@ def _accumulation(
 ) -> GradientAccumulationPlugin | None:
     said = None if isinstance(steps, Unsaid) else steps
     handler = handlers.get(GradientAccumulationPlugin)
-    given = [one for one in (plugin, handler) if isinstance(one, GradientAccumulationPlugin)]
+    given = [candidate for candidate in (plugin, handler) if isinstance(candidate, GradientAccumulationPlugin)]
     if len(given) > 1:
         raise ValueError("GradientAccumulationPlugin is given twice: in gradient_accumulation_plugin and among the "
                          "kwargs_handlers")  # fmt: skip
@@ -242,7 +227,9 @@ def _accumulation(
 def _dynamo(
     backend: str | None, plugin: TorchDynamoPlugin | None, handlers: Mapping[type[KwargsHandler], KwargsHandler]
 ) -> TorchDynamoPlugin:
-    given = [one for one in (plugin, handlers.get(TorchDynamoPlugin)) if isinstance(one, TorchDynamoPlugin)]
+    given = [
+        candidate for candidate in (plugin, handlers.get(TorchDynamoPlugin)) if isinstance(candidate, TorchDynamoPlugin)
+    ]
     if len(given) + (backend is not None) > 1:
         raise ValueError("torch.compile is configured twice: give one of dynamo_backend, dynamo_plugin and a "
                          "TorchDynamoPlugin among the kwargs_handlers")  # fmt: skip

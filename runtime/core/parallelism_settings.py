@@ -46,22 +46,22 @@ def normalise(values: Any) -> dict[str, Any]:
     """
     if not isinstance(values, Mapping):
         raise ValueError("expected a mapping like {dp_shard_size: 2, tp_size: 2}")
-    found: dict[str, Any] = {}
+    normal: dict[str, Any] = {}
     for given, value in values.items():
         key = str(given).removeprefix("parallelism_config_")
         if key not in PARSERS:
             raise ValueError(f"unknown key {given!r}{nearest(key, PARSERS)}")
         if value is None:
             continue
-        if key in found:
+        if key in normal:
             raise ValueError(f"{key} is given twice")
         try:
-            found[key] = PARSERS[key](value)
+            normal[key] = PARSERS[key](value)
         except ValueError as error:
             raise ValueError(f"{given}: {value!r}: {error}") from None
-    if found.get("cp_size", 1) > 1 and found.get("sp_size", 1) > 1:
+    if normal.get("cp_size", 1) > 1 and normal.get("sp_size", 1) > 1:
         raise ValueError("cp_size and sp_size are two ways to cut the sequence; choose one")
-    return found
+    return normal
 
 
 def variables(settings: Mapping[str, Any]) -> dict[str, str]:

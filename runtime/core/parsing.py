@@ -33,15 +33,15 @@ def read_variables(env: Mapping[str, str], wanted: Iterable[tuple[str, str, Call
 
     *wanted* are triples of a name, its variable and its parser. Raises `ValueError`, which names the variable.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, variable, parse in wanted:
         text = env.get(variable, "")
         if text.strip():
             try:
-                found[name] = parse(text)
+                values[name] = parse(text)
             except ValueError as error:
                 raise ValueError(f"{variable}={text!r}: {error}") from None
-    return found
+    return values
 
 
 def truth(value: Any) -> bool:

@@ -145,8 +145,8 @@ class Prepared:
     def trained_parameters(self) -> Iterable[torch.Tensor]:
         """Every parameter of the optimizers once; without optimizers those of the models."""
         groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        found = groups or [list(model.parameters()) for model in self.models]
-        return {id(parameter): parameter for group in found for parameter in group}.values()
+        parameters = groups or [list(model.parameters()) for model in self.models]
+        return {id(parameter): parameter for group in parameters for parameter in group}.values()
 
     def clear(self) -> None:
         """Forget all objects."""

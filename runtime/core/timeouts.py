@@ -30,9 +30,9 @@ def asked_timeout() -> timedelta | None:
     if group is None or group in _asked:
         return None if group is None else _asked[group]
     for backend in _backends(group):  # of a group that the script has opened
-        found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-        if found is not None and found not in (default_pg_timeout, default_pg_nccl_timeout):
-            return found
+        timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+        if timeout is not None and timeout not in (default_pg_timeout, default_pg_nccl_timeout):
+            return timeout
     return None
 
 

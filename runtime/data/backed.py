@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from orc.runtime.compat.availability import require_stateful_dataloader
+from orc.runtime.core.availability import require_stateful_dataloader
 from orc.runtime.data.iterable import Stream
 
 

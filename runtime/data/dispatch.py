@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from orc.runtime.collectives.batch import cut, fit, join, repeat, rows_of
 from orc.runtime.core.errors import OrcRuntimeError
-from orc.runtime.data.batch import cut, fit, join, repeat, rows_of
 from orc.runtime.data.loader import DataLoaderShard
 from orc.runtime.data.position import Pass, Position
 from orc.runtime.data.wire import CONTENT, END, ERROR, LAST, Message, Receiver, Sender

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from orc.runtime.collectives.batch import rows_of
 from orc.runtime.data.adapter import DataLoaderAdapter
-from orc.runtime.data.batch import rows_of
 from orc.runtime.data.index_batches import CustomBatches, PassSampler
 from orc.runtime.data.iterable import SKIP, START, Marked, Stream, begin_at, seek_tensor
 from orc.runtime.data.lane import Arriving, one_ahead

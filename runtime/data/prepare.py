@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from orc.runtime.compat.availability import require_stateful_dataloader
+from orc.runtime.core.availability import require_stateful_dataloader
 from orc.runtime.data.adapter import DataLoaderAdapter
 from orc.runtime.data.dispatch import DataLoaderDispatcher, SliceFunction
 from orc.runtime.data.index_batches import CustomBatches, PassSampler, PlanBatches

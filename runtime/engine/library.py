@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from orc.runtime.core.events import Events
 from orc.runtime.core.prepared import Prepared, PreparedOptimizer
 from orc.runtime.parallel import extract_model_from_parallel
-from orc.runtime.train.normalize import Count, LossNormalizer
+from orc.runtime.train.normalize import LossNormalizer
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.options import Options
-    from orc.runtime.engine.base import OwnState, Preparing
+    from orc.runtime.train.engine import OwnState
 
 
 class LibraryEngine:
-    """Engine of a library; subclasses prepare, compute gradients, step and clip by norm. See `Engine`."""
+    """What the engines of libraries have in common; subclasses prepare, compute gradients, step and clip by norm."""
 
     name: str
 
@@ -43,24 +43,6 @@ class LibraryEngine:
     def scaler(self) -> None:
         """The gradient scaler: none, the library scales by itself."""
         return
-
-    def prepare(
-        self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparing
-    ) -> Sequence[Any]:
-        """Prepare all *objects* of one call."""
-        raise NotImplementedError
-
-    def backward(self, loss: Tensor, normalize_by: Count | None = None, **kwargs: Any) -> None:
-        """Compute gradients of *loss*."""
-        raise NotImplementedError
-
-    def step(self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Update, and count it."""
-        raise NotImplementedError
-
-    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Return the gradients' norm before the library clips them."""
-        raise NotImplementedError
 
     def zero_grad(self, optimizer: PreparedOptimizer, set_to_none: bool = True) -> None:
         """Do nothing: the library clears the gradients."""

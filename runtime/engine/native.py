@@ -14,14 +14,14 @@ from orc.runtime.core.context import RunContext
 from orc.runtime.core.events import Events
 from orc.runtime.core.prepared import Prepared, PreparedOptimizer
 from orc.runtime.engine.by_mesh import groups_of_one_kind
-from orc.runtime.engine.norms import clip_norm, clip_values, total_norm
+from orc.runtime.parallel.norms import clip_norm, clip_values, total_norm
 from orc.runtime.parallel.records import gradients_of, record_of
 from orc.runtime.parallel.shards import whole
 from orc.runtime.train.normalize import Count, LossNormalizer
 
 if TYPE_CHECKING:
     from orc.runtime.core.options import Options
-    from orc.runtime.engine.base import Preparing
+    from orc.runtime.train.engine import Preparing
 
 _AS_THEY_ARE = contextlib.nullcontext()  # parameter groups
 
@@ -145,7 +145,7 @@ class NativeEngine:
         if self._scaler is None:
             return
         if optimizers is None:
-            optimizers = [one.optimizer for one in self.prepared.optimizers]
+            optimizers = [optimizer.optimizer for optimizer in self.prepared.optimizers]
         for optimizer in optimizers:
             if id(optimizer) not in self._unscaled and _has_gradients(optimizer):
                 self._scaler.unscale_(optimizer)
@@ -159,7 +159,7 @@ class NativeEngine:
         if not optimizer.steps and self.prepared.sharded:
             from orc.runtime.train.stale import refuse_stale
 
-            refuse_stale(bare, self.prepared.models, [one.optimizer for one in self.prepared.optimizers])
+            refuse_stale(bare, self.prepared.models, [optimizer.optimizer for optimizer in self.prepared.optimizers])
         kinds = groups_of_one_kind(bare) if self.prepared.sharded else _AS_THEY_ARE
         if self._scaler is None:
             optimizer.steps += 1
@@ -183,8 +183,8 @@ class NativeEngine:
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Optimizers that know of the scale run always and skip inside; the others are not called on overflow.
-        found = getattr(optimizer, "found_inf", None)
-        self._applied = found is None or not bool(found.item())
+        overflow = getattr(optimizer, "found_inf", None)
+        self._applied = overflow is None or not bool(overflow.item())
 
     def _update_scale(self) -> None:
         # Once per iteration, as torch wants it, however many optimizers step: the first thing after the last step.

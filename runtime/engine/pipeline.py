@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.engine.native import NativeEngine
-from orc.runtime.engine.norms import clip_norm
 from orc.runtime.parallel.compile import compiles
+from orc.runtime.parallel.norms import clip_norm
 from orc.runtime.parallel.partition import check_orders, whole_model
 from orc.runtime.parallel.records import record_of
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 
 if TYPE_CHECKING:
-    from orc.runtime.engine.base import Preparing
+    from orc.runtime.train.engine import Preparing
 
 
 class PipelineEngine(NativeEngine):
@@ -39,8 +39,8 @@ class PipelineEngine(NativeEngine):
                 "already; leave it out"
             )
         result = super().prepare(objects, placement, preparation)
-        partition = next((one.partition for one in self.prepared.records if one.partition is not None), None)
-        optimizers = [one.optimizer for one in result if isinstance(one, AcceleratedOptimizer)]
+        partition = next((record.partition for record in self.prepared.records if record.partition is not None), None)
+        optimizers = [item.optimizer for item in result if isinstance(item, AcceleratedOptimizer)]
         if partition is not None and optimizers:
             check_orders(partition.ctx, optimizers)
         return result

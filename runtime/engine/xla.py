@@ -35,8 +35,8 @@ class XlaEngine(NativeEngine):
         super().complete(parameters)
         if self._gradient.sync_gradients:
             ids = {id(parameter) for parameter in parameters}
-            optimizers = [one.optimizer for one in self.prepared.optimizers]
-            self._xla.reduce_gradients([one for one in optimizers if ids & _parameters(one)])
+            optimizers = [optimizer.optimizer for optimizer in self.prepared.optimizers]
+            self._xla.reduce_gradients([optimizer for optimizer in optimizers if ids & _parameters(optimizer)])
 
     def step(self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients and step; a prepared loader runs what was traced when it goes on."""

@@ -15,7 +15,7 @@ from orc.runtime.core.errors import LaunchError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from orc.runtime.launch.environment import LaunchEnvironment
+    from orc.runtime.core.environment import LaunchEnvironment
 
 
 # What the machine of a TPU has, by the kinds of its driver.
@@ -145,6 +145,6 @@ def binds(device: torch.device, opened: str, torch_version: str = "") -> bool:
     """
     if device.type != "cuda" or opened == "gloo":
         return False
-    from orc.runtime.compat.versions import compare_versions
+    from orc.runtime.core.versions import compare_versions
 
     return ":" not in opened or compare_versions(torch_version or str(torch.__version__), ">=", "2.10")

@@ -28,10 +28,10 @@ def own_address(host: str) -> str:
     if host in LOOPBACK:
         return "127.0.0.1" if host == "localhost" else host
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return ""
-    for family, _, _, _, where in found:
+    for family, _, _, _, where in addresses:
         address = str(where[0])
         if (address.startswith("127.") or address == "::1") and address != host:
             continue
@@ -118,10 +118,10 @@ def _address_towards(master: str) -> str:
     """The address from which this machine reaches *master*; that of the default route where it is itself called so."""
     for host in (master, "192.0.2.1"):  # TEST-NET; connecting a UDP socket sends nothing
         try:
-            found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+            addresses = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
         except OSError:
             continue
-        for family, kind, protocol, _, where in found:
+        for family, kind, protocol, _, where in addresses:
             try:
                 with socket.socket(family, kind, protocol) as probe:
                     probe.connect(where)
@@ -144,16 +144,16 @@ def _interface_of(address: str) -> str | None:
 def _addresses_of(interface: str) -> list[str]:
     import fcntl
 
-    found = []
+    addresses = []
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-            found.append(socket.inet_ntoa(answer[20:24]))
+            addresses.append(socket.inet_ntoa(answer[20:24]))
     except OSError:
         pass  # it has no IPv4 address
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:
-        return found
+        return addresses
     words = [line.split() for line in lines]
-    return found + [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(w[0])) for w in words if w[-1] == interface]
+    return addresses + [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(w[0])) for w in words if w[-1] == interface]

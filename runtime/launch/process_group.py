@@ -19,6 +19,7 @@ import torch.distributed as dist
 from orc.runtime.core.compute import TORCH
 from orc.runtime.core.config import resolve
 from orc.runtime.core.context import RunContext
+from orc.runtime.core.environment import LaunchEnvironment
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.core.parsing import switched_on
 from orc.runtime.launch import listening
@@ -30,10 +31,10 @@ from orc.runtime.launch.device import (
     process_group_backend,
     select_device,
 )
-from orc.runtime.launch.environment import LaunchEnvironment, detect
+from orc.runtime.launch.environment import detect
 
 if TYPE_CHECKING:
-    from orc.runtime.collectives.store import Store
+    from orc.runtime.core.store import Store
     from orc.runtime.launch.xla import Xla
 
 _opened_here = False
@@ -92,8 +93,8 @@ def open_context(
         backend = collective_backend(device)
     if dist.is_initialized():
         # A group with a backend per device has no one name; it is known by that of this process's device.
-        found = dist.get_backend()
-        backend = found if dist.Backend.backend_capability.get(found) else backend
+        opened = dist.get_backend()
+        backend = opened if dist.Backend.backend_capability.get(opened) else backend
         return _context(launch, device, backend, dist.get_rank(), dist.get_world_size())
     if launch.world_size == 1:
         return _context(launch, device, None, 0, 1)
@@ -247,8 +248,8 @@ def one_node(launch: LaunchEnvironment) -> bool:
 def _store_of_group(launch: LaunchEnvironment, device: torch.device, rank: int) -> tuple[Store, bytes]:
     """The store of the process group that is open, and its key; a second context of the same group has the same."""
     global _run_store
-    from orc.runtime.collectives.store import StoreError
     from orc.runtime.collectives.store_server import open_store
+    from orc.runtime.core.store import StoreError
 
     group = dist.group.WORLD
     if _run_store is not None and _run_store[0] is group:

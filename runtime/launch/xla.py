@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.runtime.core.compute import Compute
 from orc.runtime.core.enums import DistributedType
+from orc.runtime.core.environment import LaunchEnvironment
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.launch.device import may_be_xla
-from orc.runtime.launch.environment import LaunchEnvironment
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ def wanted(env: Mapping[str, str]) -> bool:
     Raises:
         LaunchError: ``PJRT_DEVICE`` asks for it, but torch_xla is not installed.
     """
-    from orc.runtime.compat.availability import is_torch_xla_available
+    from orc.runtime.core.availability import is_torch_xla_available
 
     if not may_be_xla(env):
         return False
@@ -98,11 +98,11 @@ def _imported(name: str) -> Any:
         import torch
 
         try:
-            found = metadata.version("torch_xla")
+            version = metadata.version("torch_xla")
         except metadata.PackageNotFoundError:
-            found = "of unknown version"
+            version = "of unknown version"
         raise LaunchError(
-            f"torch_xla {found} cannot be loaded beside torch {torch.__version__}: {error}; both need the same major "
+            f"torch_xla {version} cannot be loaded beside torch {torch.__version__}: {error}; both need the same major "
             "and minor version (torch_xla 2.9 with torch 2.9)"
         ) from error
 
@@ -259,11 +259,11 @@ class Xla(Compute):
 
     def all_reduce(self, tensors: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
         """The sum over the processes of each of *tensors*, times *scale*; the tensors stay as they are."""
-        return self._apart(lambda: [self._model.all_reduce("sum", one, scale=scale) for one in tensors])
+        return self._apart(lambda: [self._model.all_reduce("sum", tensor, scale=scale) for tensor in tensors])
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each of *tensors* (at least one dimension) of all processes, joined along the first dimension."""
-        return self._apart(lambda: [self._model.all_gather(one, dim=0) for one in tensors])
+        return self._apart(lambda: [self._model.all_gather(tensor, dim=0) for tensor in tensors])
 
     def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
         """Fill *tensors*, in place, with those of rank *source*."""

@@ -76,9 +76,9 @@ def networks(numa: int | None, system: Path = _SYSTEM) -> list[str]:
     """
     cards = system / "class/infiniband"
     if os.environ.get("NCCL_IB_DISABLE") != "1" and cards.is_dir():
-        found = {card.name: _number(card / "device/numa_node") for card in sorted(cards.iterdir())}
-        if found:
-            return [name for name, node in found.items() if node == numa] or list(found)
+        nodes = {card.name: _number(card / "device/numa_node") for card in sorted(cards.iterdir())}
+        if nodes:
+            return [name for name, node in nodes.items() if node == numa] or list(nodes)
     return [name.lstrip("=") for name in os.environ.get("NCCL_SOCKET_IFNAME", "").split(",") if name]
 
 

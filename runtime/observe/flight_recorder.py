@@ -55,7 +55,7 @@ def newest(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def last_collectives(record: Mapping[str, Any] | None) -> dict[str, LastCollective]:
     """Return the last collective of each process group in *record*, by backend, and the group's name and members."""
-    found: dict[str, LastCollective] = {}
+    collectives: dict[str, LastCollective] = {}
     config = (record or {}).get("pg_config") or {}
     for entry in (record or {}).get("entries") or ():
         if entry.get("is_p2p"):
@@ -63,12 +63,12 @@ def last_collectives(record: Mapping[str, Any] | None) -> dict[str, LastCollecti
         name = str((entry.get("process_group") or [""])[0])
         backend, _, operation = str(entry.get("profiling_name", "")).partition(":")
         group = f"{backend} group {name} {(config.get(name) or {}).get('ranks', '')}".rstrip()
-        before = found.get(group)
+        before = collectives.get(group)
         done = bool(entry.get("retired")) or entry.get("state") == "completed"
         number = int(entry.get("collective_seq_id", 0))
         if before is None or number >= before.number:
-            found[group] = LastCollective(number, operation, done and (before is None or before.done))
-    return found
+            collectives[group] = LastCollective(number, operation, done and (before is None or before.done))
+    return collectives
 
 
 def behind(issued: Mapping[int, Mapping[str, LastCollective]]) -> dict[int, tuple[str, int, int]]:
@@ -87,10 +87,10 @@ def behind(issued: Mapping[int, Mapping[str, LastCollective]]) -> dict[int, tupl
     for groups in issued.values():
         for name, last in groups.items():
             most[name] = max(most.get(name, 0), last.number)
-    found = {
+    late = {
         rank: next((name, last.number, most[name]) for name, last in groups.items() if last.number < most[name])
         for rank, groups in issued.items()
         if any(last.number < most[name] for name, last in groups.items())
     }
-    idle = {rank: how for rank, how in found.items() if all(last.done for last in issued[rank].values())}
-    return idle or found
+    idle = {rank: how for rank, how in late.items() if all(last.done for last in issued[rank].values())}
+    return idle or late

@@ -107,7 +107,7 @@ class Meter:
         now = _clock()
         current = self._passes[-1]
         if current.loader is not loader:
-            current = next(one for one in self._passes if one.loader is loader)
+            current = next(passing for passing in self._passes if passing.loader is loader)
         away, self.away_s = self.away_s, 0.0
         self.other_s += away
         if self._count.counting:

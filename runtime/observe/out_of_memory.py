@@ -76,16 +76,16 @@ def holders(device: torch.device, objects: Iterable[Any]) -> dict[str, int]:
     Memory that several tensors share counts once, for the first of these.
     """
     tensors: dict[str, list[torch.Tensor]] = {"parameters": [], "gradients": [], "optimizer state": [], "others": []}
-    for found in objects:
-        kind = type(found)  # proxies answer `isinstance` with what they stand for, and may be woken by it
-        if issubclass(kind, torch.Tensor) and isinstance(found, torch.nn.Parameter):
-            tensors["parameters"].append(found)
-            if found.grad is not None:
-                tensors["gradients"].append(found.grad)
+    for held in objects:
+        kind = type(held)  # proxies answer `isinstance` with what they stand for, and may be woken by it
+        if issubclass(kind, torch.Tensor) and isinstance(held, torch.nn.Parameter):
+            tensors["parameters"].append(held)
+            if held.grad is not None:
+                tensors["gradients"].append(held.grad)
         elif issubclass(kind, torch.Tensor):
-            tensors["others"].append(found)
+            tensors["others"].append(held)
         elif issubclass(kind, torch.optim.Optimizer):
-            tensors["optimizer state"] += _tensors_in(found.state)
+            tensors["optimizer state"] += _tensors_in(held.state)
     known: set[int] = set()
     return {what: sum(_new_bytes(tensor, device, known) for tensor in group) for what, group in tensors.items()}
 

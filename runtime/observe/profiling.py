@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.options import Options
-    from orc.runtime.observe.profile_options import ProfileKwargs
+    from orc.runtime.core.profile_options import ProfileKwargs
 
 TRACE_FILE = "profile_{suffix}.json"
 

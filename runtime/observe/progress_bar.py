@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from orc.runtime.compat.availability import is_package
+from orc.runtime.core.availability import is_package
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:

@@ -21,9 +21,9 @@ from orc.runtime.observe.meter import Meter
 if TYPE_CHECKING:
     from torch import nn
 
-    from orc.runtime.collectives.store import Store
     from orc.runtime.core.context import RunContext
-    from orc.runtime.engine import Engine
+    from orc.runtime.core.store import Store
+    from orc.runtime.train.engine import Engine
 
 FILE = "metrics.jsonl"
 RANKS_FILE = "ranks.json"  # the newest window of each rank

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from orc.runtime.core.errors import OrcRuntimeError
-from orc.runtime.engine.norms import total_norm
 from orc.runtime.logging import get_logger
+from orc.runtime.parallel.norms import total_norm
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext

@@ -19,8 +19,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from orc.runtime.collectives.store import ANSWER_S as STORE_S
-from orc.runtime.collectives.store import StoreError, StoreTimeout, next_name, pace
+from orc.runtime.core.store import ANSWER_S as STORE_S
+from orc.runtime.core.store import StoreError, StoreTimeout, next_name, pace
 from orc.runtime.launch.nccl import collectives_end_after_s
 from orc.runtime.observe.flight_recorder import flight_record, last_collectives
 from orc.runtime.observe.watchdog import (
@@ -35,9 +35,9 @@ from orc.runtime.observe.watchdog import (
 from orc.runtime.observe.whereabouts import main_call_site
 
 if TYPE_CHECKING:
-    from orc.runtime.collectives.store import Store
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.prepared import Prepared
+    from orc.runtime.core.store import Store
     from orc.runtime.observe.reporter import Reporter
 
 POLL_S = 1.0
@@ -211,7 +211,7 @@ class Watch:
                 if store.check(keys):
                     beats = [Beat.from_json(value) for value in store.multi_get(keys)]
                     late = late_ranks(beats, self.rules.factor, self.rules.late_floor_s)
-                    told = next(((one.rank, one.position) for one in beats if one.rank in late), None)
+                    told = next(((beat.rank, beat.position) for beat in beats if beat.rank in late), None)
                     if told is not None and told != self._told_late:
                         kind, self._told_late = "late", told
             if kind is None:
@@ -252,13 +252,13 @@ class Watch:
         if kind == "stalled":
             self._told_at = beat.position
         self._reported = True
-        idle_s = max(one.idle_s for one in answers.values() if one is not None)
+        idle_s = max(answer.idle_s for answer in answers.values() if answer is not None)
         report(self.context, kind, answers, idle_s=idle_s, ends=ends)
         if not ends:
             return
         if store is not None:  # the store goes with its process: everybody must have heard everybody first
             store.set(f"{done}/{beat.rank}", "1")
-            self._await(store, [f"{done}/{rank}" for rank, one in answers.items() if one is not None])
+            self._await(store, [f"{done}/{rank}" for rank, answer in answers.items() if answer is not None])
         if holding_up(answers) and beat.rank not in holding_up(answers):
             time.sleep(HEAD_START_S)
         self._exit(EXIT_STATUS)

@@ -80,15 +80,17 @@ def call_site_of(frame: FrameType) -> CallSite:
     while walk is not None:
         frames.append(walk)
         walk = walk.f_back
-    own = next((index for index, one in enumerate(frames) if not _is_library(one.f_code.co_filename)), len(frames) - 1)
+    own = next(
+        (index for index, frame in enumerate(frames) if not _is_library(frame.f_code.co_filename)), len(frames) - 1
+    )
     script = frames[own]
     called = _name(frames[own - 1].f_code) if own > 0 else ""
     activity = "script"
-    for one in frames[:own]:
-        name = one.f_code.co_filename.replace(os.sep, "/")
-        found = next((kind for kind, parts in _ACTIVITIES if any(part in name for part in parts)), None)
-        if found is not None:
-            activity = found
+    for outer in frames[:own]:
+        name = outer.f_code.co_filename.replace(os.sep, "/")
+        matching = next((kind for kind, parts in _ACTIVITIES if any(part in name for part in parts)), None)
+        if matching is not None:
+            activity = matching
             break
     if activity != "collective" and waits_for_device(frame):
         activity = "synchronize"
@@ -136,7 +138,7 @@ def all_stacks() -> list[dict[str, Any]]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     me = threading.get_ident()
     return [
-        {"thread": names.get(ident, str(ident)), "frames": [one.rstrip() for one in traceback.format_stack(frame)]}
+        {"thread": names.get(ident, str(ident)), "frames": [entry.rstrip() for entry in traceback.format_stack(frame)]}
         for ident, frame in sys._current_frames().items()
         if ident != me
     ]

@@ -29,8 +29,8 @@ _MODULES = ("context", "ddp", "fsdp1", "fsdp2", "library", "pp", "replicas", "se
 @cache
 def parallelizers() -> tuple[Parallelizer, ...]:
     """Every parallelizer of this installation, in the order in which they apply."""
-    found = [importlib.import_module(f"{__name__}.{name}").PARALLELIZER for name in _MODULES]
-    return tuple(sorted(found, key=lambda one: one.order))
+    known = [importlib.import_module(f"{__name__}.{name}").PARALLELIZER for name in _MODULES]
+    return tuple(sorted(known, key=lambda parallelizer: parallelizer.order))
 
 
 def chosen(model: nn.Module, ctx: RunContext, request: Request) -> list[Parallelizer]:
@@ -41,7 +41,7 @@ def chosen(model: nn.Module, ctx: RunContext, request: Request) -> list[Parallel
     """
     if is_sharded(model) and not _only_part(model, ctx):
         return []
-    wanted = [one for one in parallelizers() if one.wanted(model, ctx, request)]
+    wanted = [parallelizer for parallelizer in parallelizers() if parallelizer.wanted(model, ctx, request)]
     asked = [one for one in wanted if not one.default]
     wanted = [one for one in wanted if not (one.default and any(_conflict(one, other) for other in asked))]
     names = {one.name for one in wanted}
@@ -91,22 +91,26 @@ def refuse_unserved(ctx: RunContext, served: Collection[str] = (), by: str = "th
 
 def batch_cut(ctx: RunContext, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:
     """Return what makes this rank's part of each batch of a loader; `None` where all ranks of a share get it whole."""
-    cuts = [one.batch_cut(ctx, options) for one in parallelizers() if isinstance(one, CutsBatches)]
+    cuts = [
+        parallelizer.batch_cut(ctx, options)
+        for parallelizer in parallelizers()
+        if isinstance(parallelizer, CutsBatches)
+    ]
     return next((cut for cut in cuts if cut is not None), None)
 
 
-def _conflict(one: Parallelizer, other: Parallelizer) -> bool:
-    return other.name in one.conflicts or one.name in other.conflicts
+def _conflict(parallelizer: Parallelizer, other: Parallelizer) -> bool:
+    return other.name in parallelizer.conflicts or parallelizer.name in other.conflicts
 
 
 def apply_all(applied: Sequence[Parallelizer], model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
     """*model* transformed by each of *applied*; optimizers that are prepared from now on get its new parameters."""
-    for one in applied:
-        if not one.places_parameters:
-            model = one.apply(model, ctx, request)
+    for parallelizer in applied:
+        if not parallelizer.places_parameters:
+            model = parallelizer.apply(model, ctx, request)
             continue
         before = named_parameters(extract_model_from_parallel(model))
-        model = one.apply(model, ctx, request)
+        model = parallelizer.apply(model, ctx, request)
         replaced(before, named_parameters(extract_model_from_parallel(model)))
     return model
 
@@ -143,7 +147,14 @@ def extract_model_from_parallel(
         if isinstance(model, OptimizedModule):  # outermost, or what the script compiled before it was prepared
             compiled, inner = model if compiled is None else compiled, model._orig_mod
         else:
-            inner = next((found for one in parallelizers() if (found := one.unwrap(inner)) is not None), None)
+            inner = next(
+                (
+                    unwrapped
+                    for parallelizer in parallelizers()
+                    if (unwrapped := parallelizer.unwrap(inner)) is not None
+                ),
+                None,
+            )
     if recursive:
         for name, child in model.named_children():
             setattr(model, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))

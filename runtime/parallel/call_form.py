@@ -142,7 +142,7 @@ class CallForm:
         assert self.output is not None  # traced before it runs
         spec, constants = self.output
         left = iter(tensors)
-        return pytree.tree_unflatten([next(left) if one is _TENSOR else one for one in constants], spec)
+        return pytree.tree_unflatten([next(left) if constant is _TENSOR else constant for constant in constants], spec)
 
 
 def _shown(value: Any) -> str:

@@ -98,14 +98,14 @@ def context_parallel(
     given, along = list(buffers or ()), list(dims or ())
     length = _length(given, along, ranks)
     kept = list(no_restore or ())
-    if any(all(one is not buffer for buffer in given) for one in kept):
+    if any(all(tensor is not buffer for buffer in given) for tensor in kept):
         raise ValueError("maybe_context_parallel: no_restore_buffers has a tensor that is not among the buffers")
     handler = None if config is None else config.cp_handler
     strategy = "allgather" if handler is None else str(handler.cp_comm_strategy)
     with ring(ctx.topology.submesh("cp"), length, strategy, ctx.device) as (positions, attend):
         piece = Piece(_KIND, positions, length, ranks, attend)
         piece.begin()
-        whole = [one.data for one in given]
+        whole = [tensor.data for tensor in given]
         try:
             for buffer, dim in zip(given, along, strict=True):
                 piece.note(buffer, buffer.data)
@@ -114,7 +114,7 @@ def context_parallel(
         finally:
             piece.end()
             for buffer, before in zip(given, whole, strict=True):
-                if all(buffer is not one for one in kept):
+                if all(buffer is not tensor for tensor in kept):
                     buffer.data = before
                     torch.autograd.graph.increment_version(buffer)  # a backward that comes too late says so
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def is_instance(model: nn.Module, name: str) -> bool:
     """Return whether *model* is an instance of torch's class *name* of FSDP; it is not where that is not loaded."""
-    found = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)  # another thread may be loading it
-    return found is not None and isinstance(model, found)
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)  # another thread may be loading it
+    return kind is not None and isinstance(model, kind)
 
 
 def inside(model: nn.Module) -> nn.Module:
@@ -24,7 +24,10 @@ def inside(model: nn.Module) -> nn.Module:
     from orc.runtime.parallel import parallelizers
 
     while True:
-        inner = next((found for one in parallelizers() if (found := one.unwrap(model)) is not None), None)
+        inner = next(
+            (unwrapped for parallelizer in parallelizers() if (unwrapped := parallelizer.unwrap(model)) is not None),
+            None,
+        )
         if inner is None:
             return model
         model = inner

@@ -80,7 +80,11 @@ class FSDP2(FullySharded):
         if left_whole:
             options["ignored_params"] = left_whole
         for unit in chosen:
-            own = [one for one in unit.parameters() if not averaged & spread_over([one]) and one not in left_whole]
+            own = [
+                parameter
+                for parameter in unit.parameters()
+                if not averaged & spread_over([parameter]) and parameter not in left_whole
+            ]
             placed = place(own)
             fully_shard(unit, **options)
             sharding.let_go(placed)

@@ -39,7 +39,7 @@ class LibraryModels:
 
     def unwrap(self, model: nn.Module) -> nn.Module | None:
         """The module inside what a library made of it."""
-        return next((inner for one in libraries().values() if (inner := one.inside(model)) is not None), None)
+        return next((inner for library in libraries().values() if (inner := library.inside(model)) is not None), None)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any] | None:
         """Not its business."""

@@ -24,7 +24,7 @@ def describe(model: nn.Module) -> Spec:
     for name, tensor in _named_tensors(model):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
-    return [(tuple(names[key]), tuple(one.shape), str(one.dtype)) for key, one in tensors.items()]
+    return [(tuple(names[key]), tuple(tensor.shape), str(tensor.dtype)) for key, tensor in tensors.items()]
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -71,8 +71,8 @@ def _difference(wanted: Spec, theirs: Spec) -> str | None:
     return None
 
 
-def _shown(one: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if one is None else f"{one[1]} {list(one[0])}"
+def _shown(described: tuple[tuple[int, ...], str] | None) -> str:
+    return "missing" if described is None else f"{described[1]} {list(described[0])}"
 
 
 def _share(model: nn.Module, wanted: Spec) -> None:
@@ -84,8 +84,8 @@ def _share(model: nn.Module, wanted: Spec) -> None:
 
 def _get(model: nn.Module, name: str) -> Tensor:
     path, _, leaf = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(path), leaf)
-    return found
+    tensor: Tensor = getattr(model.get_submodule(path), leaf)
+    return tensor
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
@@ -100,7 +100,7 @@ def initialize(model: nn.Module, init_fn: Callable[[nn.Module], None] | None) ->
     Raises:
         ValueError: a module without values has neither.
     """
-    empty = [one for one in model.modules() if any(t.is_meta for t in _own(one))]
+    empty = [module for module in model.modules() if any(t.is_meta for t in _own(module))]
     if not empty:
         return
     allocate(model)
@@ -143,7 +143,7 @@ class Missing:
 
         *dtype* says of which type it is; as before unless given. The CPU's costs nothing until it is written to.
         """
-        return [self._allocated(one, device, dtype) if one in self._holders else one for one in tensors]
+        return [self._allocated(tensor, device, dtype) if tensor in self._holders else tensor for tensor in tensors]
 
     def _allocated(self, tensor: Tensor, device: torch.device, dtype: Callable[[Tensor], torch.dtype] | None) -> Tensor:
         made = torch.empty_like(tensor, device=device, dtype=dtype and dtype(tensor))

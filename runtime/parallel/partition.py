@@ -55,7 +55,9 @@ def set_partition(model: nn.Module, partition: Partition) -> None:
 
 def partition_of(model: nn.Module) -> Partition | None:
     """Return what *model*, or the one inside it, was noted to be a part of."""
-    return next((found for one in model.modules() if (found := one.__dict__.get(_ATTRIBUTE)) is not None), None)
+    return next(
+        (partition for module in model.modules() if (partition := module.__dict__.get(_ATTRIBUTE)) is not None), None
+    )
 
 
 def whole_model(partition: Partition, state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
@@ -63,12 +65,12 @@ def whole_model(partition: Partition, state: Mapping[str, Any], *, keep: bool) -
 
     Without *keep* this process takes part, and gets an empty one.
     """
-    found = whole(partition.ctx, {(name,): value for name, value in state.items()}, keep=keep)
+    values = whole(partition.ctx, {(name,): value for name, value in state.items()}, keep=keep)
     complete = {}
     for name in partition.names:
-        path = next((one for one in ((name,), (partition.aliases.get(name),)) if one in found), None)
+        path = next((one for one in ((name,), (partition.aliases.get(name),)) if one in values), None)
         if path is not None:
-            complete[name] = found[path]  # one tensor where it is one
+            complete[name] = values[path]  # one tensor where it is one
     for alias, first in partition.aliases.items():
         if alias in complete and first in complete:
             complete[alias] = complete[first]
@@ -90,11 +92,11 @@ def whole_optimizer(
         (names[position], key): value for position, values in state["state"].items() for key, value in values.items()
     }
     check_orders(partition.ctx, [optimizer])
-    found = whole(partition.ctx, local, keep=keep)
+    states = whole(partition.ctx, local, keep=keep)
     order = _order(optimizer)
     positions = {name: position for position, name in enumerate(name for group in order for name in group)}
     values: dict[int, dict[str, Any]] = {}
-    for (name, key), value in found.items():
+    for (name, key), value in states.items():
         values.setdefault(positions[name], {})[key] = value
     groups, first = [], 0
     for group, members in zip(state["param_groups"], order, strict=True):
@@ -131,13 +133,13 @@ def part_of_optimizer(
 
 def check_orders(ctx: RunContext, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise `ValueError` on all ranks of *ctx* unless each of *optimizers* was made from the whole model on all."""
-    orders = [order_of(one) for one in optimizers]
+    orders = [order_of(optimizer) for optimizer in optimizers]
     told = all_gather_pickled(orders, ctx, "comparing optimizers")
-    for index, one in enumerate(optimizers):
+    for index, optimizer in enumerate(optimizers):
         if any(other[index] != told[0][index] or other[index] is None for other in told):
             raise ValueError(
-                f"{type(one).__name__} was made from the parameters of one stage: its state would have no order in the "
-                "whole model. Make it from model.parameters() before prepare, and prepare both"
+                f"{type(optimizer).__name__} was made from the parameters of one stage: its state would have no order "
+                "in the whole model. Make it from model.parameters() before prepare, and prepare both"
             )
 
 
@@ -156,10 +158,10 @@ def whole(ctx: RunContext, local: Mapping[Any, Any], *, keep: bool) -> dict[Any,
     facts = {key: _fact(value) for key, value in local.items()}
     told = all_gather_pickled(facts, ctx, "gathering the parts of a model")
     group = ctx.require_group("gathering the parts of a model")
-    found: dict[Any, Any] = {}
+    values: dict[Any, Any] = {}
     for place, key, fact in _first(told):
         if not isinstance(fact, tuple):
-            found[key] = fact[0]
+            values[key] = fact[0]
             continue
         if place == ctx.rank:
             value = local[key]
@@ -169,10 +171,10 @@ def whole(ctx: RunContext, local: Mapping[Any, Any], *, keep: bool) -> dict[Any,
             tensor = torch.empty(fact[0], dtype=fact[1], device=ctx.device)
         dist.broadcast(tensor, dist.get_global_rank(group, place), group)
         if keep:
-            found[key] = (
+            values[key] = (
                 tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() if place == ctx.rank else tensor
             )
-    return found if keep else {}
+    return values if keep else {}
 
 
 def _fact(value: Any) -> tuple[torch.Size, torch.dtype] | list[Any]:

@@ -116,7 +116,7 @@ class Piece:
                 f"{self.kind}: attention that is not causal; sequences in pieces, or with padding, need "
                 "is_causal=True, as decoders have"
             )
-        lengths = [one.shape[-2] for one in (query, key)]
+        lengths = [tensor.shape[-2] for tensor in (query, key)]
         if query.ndim != 4 or lengths != [len(self.positions)] * 2:
             raise ContextError(
                 f"{self.kind}: queries of shape {list(query.shape)} and keys of {list(key.shape)} are no pieces of "

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from orc.runtime.collectives.exchange import all_gather_flat
-from orc.runtime.collectives.store import StoreError
 from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import OrcRuntimeError
+from orc.runtime.core.store import StoreError
 from orc.runtime.parallel.call_form import CallForm
 from orc.runtime.parallel.partition import Partition
 from orc.runtime.parallel.pipeline import gather_or_raise
@@ -127,16 +127,16 @@ class StageRunner:
         tensors = self._begin(args, kwargs, target, needed=True)
         if self._sharded():
             self._model.reshard()  # type: ignore[operator]  # an evaluation may have left them whole
-        parameters = [one for one in self._model.parameters() if one.requires_grad]
+        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         sharded = self._sharded()
         if sharded:  # torch gives gradients to these very parameters
-            before = [one.grad for one in parameters]
-            for one in parameters:
-                one.grad = None
+            before = [parameter.grad for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
             leaves: Sequence[Tensor] = parameters
         else:  # those of this batch alone, and who watches the parameters sees nothing yet
-            leaves = [one.detach().requires_grad_() for one in parameters]
-            self._forward.instead = {id(one): leaf for one, leaf in zip(parameters, leaves, strict=True)}
+            leaves = [parameter.detach().requires_grad_() for parameter in parameters]
+            self._forward.instead = {id(parameter): leaf for parameter, leaf in zip(parameters, leaves, strict=True)}
         self._loss = torch.zeros((), device=self._ctx.device)
         try:
             self._step(True, tensors)
@@ -145,12 +145,12 @@ class StageRunner:
             self._forward.instead = {}
             self._target = None
             if sharded:
-                for one, gradient in zip(parameters, before, strict=True):
-                    one.grad = gradient
+                for parameter, gradient in zip(parameters, before, strict=True):
+                    parameter.grad = gradient
         loss = self._told(self._loss)
-        found = dict(zip(map(id, parameters), gradients, strict=True))
-        self._join(found)
-        trained = [(one, grad) for one in parameters if (grad := found[id(one)]) is not None]
+        gradient_of = dict(zip(map(id, parameters), gradients, strict=True))
+        self._join(gradient_of)
+        trained = [(parameter, grad) for parameter in parameters if (grad := gradient_of[id(parameter)]) is not None]
         apply: Callable[..., Tensor] = _Gradients.apply
         return apply(loss, [grad for _, grad in trained], *(one for one, _ in trained))
 
@@ -174,8 +174,10 @@ class StageRunner:
         group, last = ranks.require_group("the output"), self.partition.global_rank(ranks.world_size - 1)
         if not self._is_last:
             device = self._ctx.device
-            leaves = [torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device=device) for one in self._outputs]
-        leaves = [one.contiguous() for one in leaves]
+            leaves = [
+                torch.empty((rows, *output.shape[1:]), dtype=output.dtype, device=device) for output in self._outputs
+            ]
+        leaves = [leaf.contiguous() for leaf in leaves]
         for leaf in leaves:
             dist.broadcast(leaf, last, group)
         return self._form.result(leaves)
@@ -238,19 +240,19 @@ class StageRunner:
             try:
                 target = pytree.tree_map(lambda one: self._cut(one, first, first + valid), self._target)
                 target = send_to_device(target, self._ctx.device)
-                loss = self._scalar(self._form.result([one[:valid] for one in leaves]), target)
+                loss = self._scalar(self._form.result([leaf[:valid] for leaf in leaves]), target)
                 if self._config.loss_reduction == "mean" and valid < self._rows:
                     loss = loss * (valid / self._rows)
                 self._loss = self._loss + loss.detach()
                 return loss
             except Exception as error:  # noqa: BLE001 - raised on every process when all have finished
                 self._forward.error = error
-        nothing: Tensor = sum(one.sum().float() * 0 for one in leaves if one.requires_grad)  # type: ignore[assignment]
+        nothing: Tensor = sum(leaf.sum().float() * 0 for leaf in leaves if leaf.requires_grad)  # type: ignore[assignment]
         return nothing
 
-    def _cut(self, one: Any, first: int, end: int) -> Any:
-        whole = isinstance(one, Tensor) and one.ndim > 0 and one.shape[0] == self._rows
-        return one[first:end] if whole else one
+    def _cut(self, tensor: Any, first: int, end: int) -> Any:
+        whole = isinstance(tensor, Tensor) and tensor.ndim > 0 and tensor.shape[0] == self._rows
+        return tensor[first:end] if whole else tensor
 
     def _scalar(self, output: Any, target: Any) -> Tensor:
         assert self._config.loss_fn is not None  # checked where it was given
@@ -345,9 +347,10 @@ def _shield(stage: Any, runner: StageRunner) -> None:
         except Exception as error:  # noqa: BLE001 - raised on every process when all have finished
             runner._forward.error = runner._forward.error or error.__cause__ or error  # type: ignore[assignment]
             stage.fwd_cache.pop(number, None)
-            buffers = [getattr(one, "buffer", None) for one in stage.args_recv_info[number]]
+            buffers = [getattr(info, "buffer", None) for info in stage.args_recv_info[number]]
             stage.bwd_cache[number] = tuple(
-                torch.zeros_like(one) if one is not None and one.is_floating_point() else None for one in buffers
+                torch.zeros_like(buffer) if buffer is not None and buffer.is_floating_point() else None
+                for buffer in buffers
             )
 
     stage.backward_one_chunk = shielded

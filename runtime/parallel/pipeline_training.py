@@ -142,12 +142,12 @@ class _Cut:
 
     def _names(self, number: int) -> set[str]:
         """Return the parameters and buffers that stage *number* uses, by the names of the model."""
-        found: set[str] = set()
+        used_names: set[str] = set()
         for traced in self._traced.values():
             stage = traced.pipe.get_stage_module(number)
             for named in (stage.named_parameters, stage.named_buffers):
-                found |= {name.removeprefix("model.") for name, _ in named(remove_duplicate=False)}
-        return found
+                used_names |= {name.removeprefix("model.") for name, _ in named(remove_duplicate=False)}
+        return used_names
 
     def _place(self, model: nn.Module, names: Mapping[int, set[str]]) -> set[str]:
         """Assign the parameters to processes; return the names of those that stay here."""
@@ -176,7 +176,7 @@ class _Cut:
         self.partition = Partition(
             self._mine,
             list(model.state_dict()),
-            {name: first[id(one)] for name, one in tensors.items() if first[id(one)] != name},
+            {name: first[id(tensor)] for name, tensor in tensors.items() if first[id(tensor)] != name},
             {name: sorted(places) for name, places in homes.items() if len(places) > 1 and name in parameters},
         )
         return {name for name, tensor in tensors.items() if self._mine.rank in homes[first[id(tensor)]]}
@@ -203,11 +203,11 @@ class _Cut:
 
     def stages(self, model: nn.Module, mode: bool) -> list[Any]:
         """Return torch's stages, which call *model*."""
-        found = []
+        stages = []
         for number, (stage,) in self._built[mode].items():
             stage.submod = Stage(model, number, stage.submod.graph)
-            found.append(stage)
-        return found
+            stages.append(stage)
+        return stages
 
     def forget(self) -> None:
         """Let go of the stages of the others, and the parameters in them."""

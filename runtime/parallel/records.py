@@ -47,7 +47,10 @@ def records_of(prepared: Prepared, models: Iterable[nn.Module] | None = None) ->
 
 def _gradients(model: nn.Module) -> GradientSync:
     inside = model._modules.get("_orig_mod") or model  # what torch.compile made of it
-    return GradientSync(inside, next((one for one in parallelizers() if one.no_sync(inside) is not None), None))
+    return GradientSync(
+        inside,
+        next((parallelizer for parallelizer in parallelizers() if parallelizer.no_sync(inside) is not None), None),
+    )
 
 
 def _layout(model: nn.Module, partition: Partition | None, cut: bool) -> Layout:

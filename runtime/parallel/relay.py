@@ -35,17 +35,17 @@ def relay(split: fx.GraphModule) -> None:
 
 def _values(call: fx.Node, number: dict[fx.Node, int]) -> list[Value | None]:
     """Return what *call* gets; `None` for the inputs of the whole."""
-    found: list[Value | None] = []
-    for one in call.args:
-        assert isinstance(one, fx.Node)
-        if one.op == "placeholder":
-            found.append(None)
-        elif one.target is operator.getitem:
-            source, place = one.args
-            found.append((number[source], int(place)))  # type: ignore[arg-type, index]
+    values: list[Value | None] = []
+    for node in call.args:
+        assert isinstance(node, fx.Node)
+        if node.op == "placeholder":
+            values.append(None)
+        elif node.target is operator.getitem:
+            source, place = node.args
+            values.append((number[source], int(place)))  # type: ignore[arg-type, index]
         else:
-            found.append((number[one], 0))
-    return found
+            values.append((number[node], 0))
+    return values
 
 
 def _outputs(graph: fx.Graph) -> list[fx.Node]:

@@ -143,7 +143,7 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _retie(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    from orc.runtime.weights.device_map import retie_parameters
+    from orc.runtime.memory.device_map import retie_parameters
 
     names: dict[int, list[str]] = {}
     for name, parameter in before.items():
@@ -193,7 +193,9 @@ def _let_go(optimizer: Optimizer) -> None:
         )
     setattr(optimizer, _ORDER, [[stage.name for stage in group if stage] for group in stages])
     for group, own in zip(optimizer.param_groups, stages, strict=True):
-        group["params"] = [one for one, stage in zip(group["params"], own, strict=True) if stage and stage.kept]
+        group["params"] = [
+            parameter for parameter, stage in zip(group["params"], own, strict=True) if stage and stage.kept
+        ]
     for parameter in [one for one in optimizer.state if not (stage := fate_of(one).stage) or not stage.kept]:
         del optimizer.state[parameter]
 

@@ -37,15 +37,15 @@ class Averaging:
         self._buckets: list[list[nn.Parameter]] = []
         self._bucket_of: dict[int, int] = {}
         full: dict[Any, tuple[int, int]] = {}  # the open bucket of each kind, and its bytes
-        for one in reversed(parameters):  # about the order in which backward is done with them
-            bucket, size = full.get((one.dtype, one.device), (-1, limit))
+        for parameter in reversed(parameters):  # about the order in which backward is done with them
+            bucket, size = full.get((parameter.dtype, parameter.device), (-1, limit))
             if size >= limit:
                 self._buckets.append([])
                 bucket, size = len(self._buckets) - 1, 0
-            self._buckets[bucket].append(one)
-            self._bucket_of[id(one)] = bucket
-            full[one.dtype, one.device] = bucket, size + local_part(one).nbytes
-            one.register_post_accumulate_grad_hook(self._ready)
+            self._buckets[bucket].append(parameter)
+            self._bucket_of[id(parameter)] = bucket
+            full[parameter.dtype, parameter.device] = bucket, size + local_part(parameter).nbytes
+            parameter.register_post_accumulate_grad_hook(self._ready)
         self._missing: list[int] = []
         self._works: list[tuple[int, Tensor, Any]] = []
         self._backward = -1  # the one that is going on
@@ -63,7 +63,10 @@ class Averaging:
 
     def _send(self) -> None:
         bucket = self._buckets[len(self._works)]
-        parts = [torch.zeros_like(local_part(one)) if one.grad is None else local_part(_alike(one)) for one in bucket]
+        parts = [
+            torch.zeros_like(local_part(parameter)) if parameter.grad is None else local_part(_alike(parameter))
+            for parameter in bucket
+        ]
         flat = torch.cat([part.reshape(-1) for part in parts]).div_(self._group.size())
         self._works.append((len(self._works), flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
@@ -74,12 +77,14 @@ class Averaging:
         for index, flat, work in self._works:
             work.wait()
             bucket = self._buckets[index]
-            for one, part in zip(bucket, flat.split([local_part(one).numel() for one in bucket]), strict=True):
-                if one.grad is None:
+            for parameter, part in zip(
+                bucket, flat.split([local_part(parameter).numel() for parameter in bucket]), strict=True
+            ):
+                if parameter.grad is None:
                     if not part.any():
                         continue  # no copy has used it
-                    one.grad = torch.zeros_like(one)
-                gradient = local_part(one.grad)
+                    parameter.grad = torch.zeros_like(parameter)
+                gradient = local_part(parameter.grad)
                 gradient.copy_(part.view_as(gradient))
         self._works = []
 
@@ -133,7 +138,7 @@ class Replicas:
         group = ctx.topology.loss_group
         assert group is not None
         sharding.place([*model.parameters(), *model.buffers()], ctx.device, ctx, synchronise=True)
-        trained = [one for one in model.parameters() if one.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         _averaged[model] = Averaging(trained, group, options.bucket_cap_mb * 2**20)
         return model
 

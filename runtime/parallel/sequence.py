@@ -123,9 +123,9 @@ def _refuse_heads(heads: int, of_keys: int, ranks: int) -> None:
 def tokens_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """Return the input of *model* that has tokens along dimension 1. Raises `ContextError` where there is none."""
     named = [kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
-    for one in (*named, *args, *kwargs.values()):
-        if isinstance(one, Tensor) and one.ndim > 1:
-            return one
+    for tensor in (*named, *args, *kwargs.values()):
+        if isinstance(tensor, Tensor) and tensor.ndim > 1:
+            return tensor
     raise ContextError(f"{KIND}: {type(model).__name__} was given no tensor with tokens along dimension 1")
 
 
@@ -172,8 +172,8 @@ def _by_heads(group: ProcessGroup, ranks: int) -> Attend:
         heads, of_keys = query.shape[1], key.shape[1]
         _refuse_heads(heads, of_keys, ranks)
         if of_keys % ranks:
-            key, value = (one.repeat_interleave(ranks // of_keys, 1) for one in (key, value))
-        query, key, value = (_exchange(one, 1, 2, group, ranks) for one in (query, key, value))
+            key, value = (tensor.repeat_interleave(ranks // of_keys, 1) for tensor in (key, value))
+        query, key, value = (_exchange(tensor, 1, 2, group, ranks) for tensor in (query, key, value))
         key, value = repeated(query, key, value, enable_gqa)
         return _exchange(_TORCH(query, key, value, **options), 2, 1, group, ranks)
 

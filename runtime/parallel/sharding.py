@@ -50,10 +50,10 @@ def ignored_modules(model: nn.Module, plugin: FullyShardedDataParallelPlugin) ->
         return []
     if not isinstance(given, str):
         return list(given)
-    found = [module for name, module in model.named_modules() if re.fullmatch(given, name)]
-    if not found:
+    modules = [module for name, module in model.named_modules() if re.fullmatch(given, name)]
+    if not modules:
         raise ValueError(f"ignored_modules={given!r} matches the name of no module")
-    return found
+    return modules
 
 
 def agree_on_values(model: nn.Module, ctx: RunContext, plugin: FullyShardedDataParallelPlugin) -> Missing:
@@ -62,7 +62,7 @@ def agree_on_values(model: nn.Module, ctx: RunContext, plugin: FullyShardedDataP
     Raises:
         ContextError: the ranks have different models, or no rank has values; the same on all.
     """
-    missing = any(one.is_meta for one in (*model.parameters(), *model.buffers()))
+    missing = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
     def values_of_rank_0() -> None:
         if missing and not plugin.sync_module_states:
@@ -81,7 +81,7 @@ class Trained:
 
     def __init__(self, model: nn.Module, precision: str) -> None:
         self._mixed = precision != "no"
-        low = sum(self.dtype(one) != one.dtype for one in model.parameters())
+        low = sum(self.dtype(parameter) != parameter.dtype for parameter in model.parameters())
         if low:
             warnings.warn(
                 f"{low} parameters of 16 bits are trained in mixed precision: they become float32, and "
@@ -153,7 +153,9 @@ def _checkpointed(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
         return chosen
     wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: module in inner)
-    wrappers = {one._checkpoint_wrapped_module: one for one in model.modules() if isinstance(one, CheckpointWrapper)}
+    wrappers = {
+        module._checkpoint_wrapped_module: module for module in model.modules() if isinstance(module, CheckpointWrapper)
+    }
     return [wrappers.get(unit, unit) for unit in chosen]
 
 
@@ -175,6 +177,6 @@ def place(
         return
     source = dist.get_global_rank(group, 0)
     held = [local_part(one) for one in kept]
-    works: list[Any] = [dist.broadcast(one, source, group, async_op=True) for one in held]
+    works: list[Any] = [dist.broadcast(tensor, source, group, async_op=True) for tensor in held]
     for work in works:
         work.wait()

@@ -76,7 +76,7 @@ class StageForward:
                 output = self._run(body, tensors)
                 output = (output,) if isinstance(output, Tensor) else output
                 # Of the dtypes that the next stage expects, also in mixed precision.
-                return tuple(one.to(like.dtype) for one, like in zip(output, body.results, strict=True))
+                return tuple(tensor.to(like.dtype) for tensor, like in zip(output, body.results, strict=True))
             except Exception as error:  # noqa: BLE001 - raised on every process when all have finished
                 self.error = error
         return self._zeros(body, tensors)
@@ -93,10 +93,10 @@ class StageForward:
         if not torch.is_grad_enabled():
             return tuple(results)
         anchor = torch.zeros((), device=self._device)
-        for one in (*body.bound(), *tensors):
-            if one.requires_grad and one.numel():
-                anchor = anchor + one.reshape(-1)[:1].sum().float() * 0
-        return tuple(one + anchor.to(one.dtype) if one.is_floating_point() else one for one in results)
+        for tensor in (*body.bound(), *tensors):
+            if tensor.requires_grad and tensor.numel():
+                anchor = anchor + tensor.reshape(-1)[:1].sum().float() * 0
+        return tuple(result + anchor.to(result.dtype) if result.is_floating_point() else result for result in results)
 
 
 class Stage(nn.Module):

@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 
 from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.core.errors import OrcRuntimeError
+from orc.runtime.memory.device_map import infer_auto_device_map
+from orc.runtime.memory.sizes import compute_module_sizes
 from orc.runtime.parallel.call_form import CallForm
 from orc.runtime.parallel.relay import relay
-from orc.runtime.weights.device_map import infer_auto_device_map
-from orc.runtime.weights.sizes import compute_module_sizes
 
 # ---- cuts
 
@@ -87,13 +87,13 @@ def _cut(model: nn.Module, begins: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _first_calls(model: nn.Module, stages: Mapping[str, int]) -> dict[str, int]:
     """Return the modules of which the one that is called first begins a stage, after the first stage."""
-    found = {}
+    calls = {}
     for name, module in model.named_modules():
         owner = next((key for key in stages if name == key or name.startswith(f"{key}.")), None)
         # What has no weights is put anywhere, and may be called early.
         if owner is not None and stages[owner] > 0 and next(module.parameters(), None) is not None:
-            found[name] = stages[owner]
-    return found
+            calls[name] = stages[owner]
+    return calls
 
 
 # ---- trace

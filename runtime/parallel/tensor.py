@@ -51,7 +51,7 @@ class TensorParallel:
         handler = _handler(request)
         if handler is not None and handler.enable_async_tp and ctx.device.type != "cuda":
             raise ContextError("enable_async_tp needs GPUs that reach each other's memory; leave it out here")
-        if not any(_is_cut(one) for one in model.parameters()):
+        if not any(_is_cut(parameter) for parameter in model.parameters()):
             _tied(model, styles_of(model, handler, ctx.topology.size("tp")))
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
@@ -66,7 +66,7 @@ class TensorParallel:
         if not request.evaluation:
             _draw_alike(ctx)
         mixed = request.mixed_precision if request.options.get("fsdp") is not None else "no"
-        if cut := [one for one in model.parameters() if _is_cut(one)]:
+        if cut := [parameter for parameter in model.parameters() if _is_cut(parameter)]:
             _adopt(model, cut, ctx, sharding.Trained(model, mixed))
             return model
         styles = styles_of(model, handler, size)
@@ -83,7 +83,9 @@ class TensorParallel:
             trained.convert(own)
             # By itself: torch takes a name with a dot apart, and warns where a level is missing.
             parallelize_module(module, mesh, style)
-            left = {id(one) for one in model.parameters()}  # what is tied is left until it is cut in all places
+            left = {
+                id(parameter) for parameter in model.parameters()
+            }  # what is tied is left until it is cut in all places
             sharding.let_go(one for one in own if id(one) not in left)
         for first, *others in tied:
             _tie(model, first, others)
@@ -132,8 +134,8 @@ def _adopt(model: nn.Module, cut: Iterable[Any], ctx: RunContext, trained: Train
     from torch.distributed.tensor import DTensor
 
     mesh = ctx.topology.submesh("tp")
-    for one in cut:
-        theirs = one.device_mesh
+    for parameter in cut:
+        theirs = parameter.device_mesh
         if theirs.ndim != 1 or theirs.mesh.tolist() != mesh.mesh.tolist():
             raise ContextError(
                 f"the model came cut over the ranks {theirs.mesh.tolist()}, and {ctx.topology.by} puts "

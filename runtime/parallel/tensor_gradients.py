@@ -33,20 +33,22 @@ def refuse_partial(model: nn.Module, ctx: RunContext) -> bool:
     group = ctx.topology.group("tp")
     assert group is not None
     whole = [
-        (name, one) for name, one in model.named_parameters() if one.requires_grad and "tp" not in spread_over([one])
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and "tp" not in spread_over([parameter])
     ]
     if not whole:
         return True
     first = dist.get_global_rank(group, 0)
-    found = []
+    partial = []
     for _, one in whole:
         gradient = local_part(one if one.grad is None else one.grad).float()
         if one.grad is None:
             gradient = torch.zeros_like(gradient)
         theirs = gradient.clone(memory_format=torch.contiguous_format)
         dist.broadcast(theirs, first, group)
-        found.append(torch.stack([(gradient - theirs).norm(), theirs.norm()]))
-    norms: Tensor = torch.stack(found)
+        partial.append(torch.stack([(gradient - theirs).norm(), theirs.norm()]))
+    norms: Tensor = torch.stack(partial)
     dist.all_reduce(norms, dist.ReduceOp.MAX, ctx.require_group("tensor parallelism"))
     apart, size = norms.double().cpu().unbind(1)
     total = float(size.norm())

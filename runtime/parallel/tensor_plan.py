@@ -62,18 +62,18 @@ def styles_of(model: nn.Module, handler: TorchTensorParallelConfig | None, size:
         raise ContextError(f"tp_size={size}: {kind} has no plan of its own that says how its layers are cut; {_HELP}")
     own = handler is None or handler.plan is None
     names = [name for name, _ in model.named_modules() if name]
-    found: dict[str, ParallelStyle] = {}
+    styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
         hit = [name for name in names if expression.fullmatch(name)]
         if not hit and not own:
             raise ContextError(f"plan: {pattern!r} is the name of no module of {kind}{nearest(pattern, names)}")
         for name in hit:
-            found[name] = _style(name, model.get_submodule(name), style, kind if own else None)
-    if not found:
+            styles[name] = _style(name, model.get_submodule(name), style, kind if own else None)
+    if not styles:
         raise ContextError(f"tp_size={size}: the plan of {kind} fits none of its modules; {_HELP}")
-    _refuse_uneven(model, found, size)
-    return found
+    _refuse_uneven(model, styles, size)
+    return styles
 
 
 def _style(name: str, module: nn.Module, style: Any, owner: str | None) -> ParallelStyle:
@@ -136,7 +136,7 @@ def _refuse_uneven(model: nn.Module, styles: Mapping[str, ParallelStyle], size: 
 
 def _cut_below(name: str, styles: Mapping[str, Any]) -> bool:
     """Return whether a direct part of the module *name* is cut, as the projections of an attention are."""
-    return any(one.rpartition(".")[0] == name for one in styles)
+    return any(styled.rpartition(".")[0] == name for styled in styles)
 
 
 def _side(module: nn.Module, dimension: int) -> str:

@@ -55,11 +55,11 @@ def units(model: nn.Module, policy: Any, ignored: Collection[nn.Module] = ()) ->
     Raises:
         ValueError: a unit and another part of the model share a parameter.
     """
-    skipped = {module for one in ignored for module in one.modules()}
+    skipped = {module for ignored_module in ignored for module in ignored_module.modules()}
     chosen: list[nn.Module] = []
     if policy is not None and hasattr(policy, "_run_policy"):
-        found = policy._run_policy(model, skipped, {})
-        chosen = [module for module in reversed(list(model.modules())) if module in found and module is not model]
+        wrapped = policy._run_policy(model, skipped, {})
+        chosen = [module for module in reversed(list(model.modules())) if module in wrapped and module is not model]
     elif policy is not None:
         _collect(model, policy, skipped, chosen)
     by_size = getattr(policy, "func", None) is size_based_auto_wrap_policy

@@ -38,12 +38,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from orc.runtime.collectives.store import StoreError, StoreTimeout, next_name, pace
 from orc.runtime.core.errors import OrcRuntimeError
+from orc.runtime.core.store import StoreError, StoreTimeout, next_name, pace
 
 if TYPE_CHECKING:
-    from orc.runtime.collectives.store import Store
     from orc.runtime.core.context import RunContext
+    from orc.runtime.core.store import Store
 
 EXIT_STATUS = 75  # "run me again", as agents and schedulers read it
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

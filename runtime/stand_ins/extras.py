@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from orc.runtime.compat.availability import is_peft_available
 from orc.runtime.compat.basic_config import default_config_folder
 from orc.runtime.core import fsdp_settings
+from orc.runtime.core.availability import is_peft_available
 
 FSDP_SHARDING_STRATEGY = list(fsdp_settings.STRATEGIES)
 FSDP_AUTO_WRAP_POLICY = list(fsdp_settings.WRAP_POLICIES)

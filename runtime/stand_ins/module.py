@@ -24,8 +24,8 @@ class StandInModule(ModuleType):
             ImportError: in ``from module import name``: there is no such name; says the nearest.
             AttributeError: the same, elsewhere.
         """
-        found = self._find(name)
-        if found is None:
+        value = self._find(name)
+        if value is None:
             known = names.names_of(self.__name__)
             message = (
                 f"module {self.__name__!r}, for which orc.runtime stands in, has no {name!r}{nearest(name, known)}"
@@ -33,8 +33,8 @@ class StandInModule(ModuleType):
             if _is_import(sys._getframe(1)):
                 raise ImportError(message, name=self.__name__)
             raise AttributeError(message, name=name, obj=self)
-        setattr(self, name, found)
-        return found
+        setattr(self, name, value)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Python puts a module into its package when it is imported; a name of the package goes before.

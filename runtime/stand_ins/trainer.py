@@ -27,12 +27,12 @@ def job_of(context: RunContext) -> str | None:
 
 def newest_checkpoint(folder: str, job: str) -> str | None:
     """Return the newest complete checkpoint of *job* among the ``checkpoint-<step>`` below *folder*, if any."""
-    found = [
+    checkpoints = [
         (int(place.name.removeprefix("checkpoint-")), str(place))
         for place in Path(folder).glob("checkpoint-*")
         if place.name.removeprefix("checkpoint-").isdecimal() and _mark(place) == job
     ]
-    return max(found)[1] if found else None
+    return max(checkpoints)[1] if checkpoints else None
 
 
 def _mark(place: Path) -> str | None:
@@ -88,11 +88,11 @@ def _resumable(folder: str | None) -> str | None:
     job = job_of(context)
     if job is None or folder is None or context.config.resume == "never":
         return None
-    found = [newest_checkpoint(folder, job) if context.is_main else None]
-    broadcast_object_list(found)
-    if found[0] is not None and context.is_main:
-        print(f"orc: resuming {found[0]}", file=sys.stderr, flush=True)  # noqa: T201
-    return found[0]
+    newest = [newest_checkpoint(folder, job) if context.is_main else None]
+    broadcast_object_list(newest)
+    if newest[0] is not None and context.is_main:
+        print(f"orc: resuming {newest[0]}", file=sys.stderr, flush=True)  # noqa: T201
+    return newest[0]
 
 
 def _callback() -> type:

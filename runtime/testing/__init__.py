@@ -107,7 +107,7 @@ def fake_context(
     import torch
 
     from orc.runtime.collectives.in_memory import mirror_group
-    from orc.runtime.launch.environment import LaunchEnvironment
+    from orc.runtime.core.environment import LaunchEnvironment
 
     if nodes < 1 or world_size % nodes:
         raise ValueError(f"{world_size} ranks cannot be spread evenly over {nodes} nodes")

@@ -175,9 +175,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Mapping):
-        return {key: plain(one) for key, one in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     # Tensors of torch, arrays and numbers of NumPy, without importing either.
     return value.tolist() if hasattr(value, "tolist") else value
 

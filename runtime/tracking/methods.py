@@ -81,7 +81,9 @@ class Tracking:
             trackers.append(kind(project_name, **arguments))
         self._tracker_names = tuple(tracker.name for tracker in trackers)
         _check_names("init_kwargs", options, self._tracker_names)
-        self._trackers = tuple(one for one in trackers if self.ctx.is_main_process or not one.main_process_only)
+        self._trackers = tuple(
+            tracker for tracker in trackers if self.ctx.is_main_process or not tracker.main_process_only
+        )
         self._open_trackers = ()
         for tracker in self._trackers:
             with _named(tracker, "start"):

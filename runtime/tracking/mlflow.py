@@ -67,9 +67,9 @@ class MLflowTracker(LibraryTracker):
 
         if self.experiment_name is None:
             return None
-        found = mlflow.get_experiment_by_name(self.experiment_name)
-        if found is not None:
-            return found.experiment_id
+        experiment = mlflow.get_experiment_by_name(self.experiment_name)
+        if experiment is not None:
+            return experiment.experiment_id
         place = None if self.logging_dir is None else os.fspath(self.logging_dir)
         return mlflow.create_experiment(self.experiment_name, artifact_location=place)
 

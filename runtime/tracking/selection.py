@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from orc.runtime.compat.availability import is_package
+from orc.runtime.core.availability import is_package
 from orc.runtime.tracking.aim import AimTracker
 from orc.runtime.tracking.base import LOGGER, GeneralTracker, LibraryTracker, check_tracker
 from orc.runtime.tracking.clearml import ClearMLTracker
@@ -96,7 +96,7 @@ def filter_trackers(
         return []
     if isinstance(log_with, (str, GeneralTracker)) or not isinstance(log_with, Iterable):
         log_with = [log_with]
-    wanted = [_known(one) for one in log_with]
+    wanted = [_known(tracker) for tracker in log_with]
     available = get_available_trackers()
     chosen: list[Chosen] = []
     for one in wanted:
@@ -119,20 +119,20 @@ def filter_trackers(
     return chosen
 
 
-def _known(one: Tracker) -> Chosen:
-    if isinstance(one, GeneralTracker):
-        check_tracker(one)
-        return one
-    if not isinstance(one, str):
-        kind = f"the class {one.__name__}; give an instance" if isinstance(one, type) else repr(one)
+def _known(tracker: Tracker) -> Chosen:
+    if isinstance(tracker, GeneralTracker):
+        check_tracker(tracker)
+        return tracker
+    if not isinstance(tracker, str):
+        kind = f"the class {tracker.__name__}; give an instance" if isinstance(tracker, type) else repr(tracker)
         raise TypeError(f"log_with: expected names and trackers, not {kind}")
-    name = str(one).lower()
+    name = str(tracker).lower()
     if name in _REGISTERED:
         return _REGISTERED[name]
     if name not in {*LoggerType}:
         near = difflib.get_close_matches(name, LoggerType, n=1)
         hint = f", did you mean {str(near[0])!r}?" if near else ""
-        raise ValueError(f"log_with: unsupported tracker {one!r}{hint}; choose from {', '.join(LoggerType)}")
+        raise ValueError(f"log_with: unsupported tracker {tracker!r}{hint}; choose from {', '.join(LoggerType)}")
     return LoggerType(name)
 
 

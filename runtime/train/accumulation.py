@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from orc.runtime.core.context import GradientRecord
-    from orc.runtime.engine import Engine
+    from orc.runtime.train.engine import Engine
 
 
 class Accumulation:

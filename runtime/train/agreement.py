@@ -28,7 +28,7 @@ from orc.runtime.parallel.replacements import named_parameters
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.options import Options
-    from orc.runtime.engine import Engine
+    from orc.runtime.train.engine import Engine
 
 _PLACES = ("path", "dir")  # in names of settings: where a machine keeps its files is its own affair
 
@@ -54,19 +54,19 @@ def check_agreement(objects: Sequence[Any], engine: Engine, options: Options) ->
     ctx = engine.ctx
     if ctx.mirrored or ctx.group is None:
         return
-    models = [_tensors(one, engine) for one in objects if isinstance(one, nn.Module)]
-    if not any(models) and not any(isinstance(one, Optimizer) for one in objects):
+    models = [_tensors(item, engine) for item in objects if isinstance(item, nn.Module)]
+    if not any(models) and not any(isinstance(item, Optimizer) for item in objects):
         return
-    digests = [hashlib.blake2b(repr(one).encode(), digest_size=16).digest() for one in models]
+    digests = [hashlib.blake2b(repr(model).encode(), digest_size=16).digest() for model in models]
     mine = _Record(_settings(engine, options), _kinds(objects), ctx.topology.place("pp"), digests)
     told: list[_Record] = all_gather_pickled(mine, ctx, "prepare")
     _compare_settings(told)
-    calls = [f"prepare({', '.join(one.objects)})" for one in told]
+    calls = [f"prepare({', '.join(record.objects)})" for record in told]
     _compare(
         calls, "the ranks prepare different objects: {}", "Call it on all of them with the same, in the same order"
     )
     for rank, theirs in enumerate(told):
-        first = next(other for other, one in enumerate(told) if one.stage == theirs.stage)
+        first = next(other for other, record in enumerate(told) if record.stage == theirs.stage)
         index = next((at for at, digest in enumerate(theirs.models) if digest != told[first].models[at]), None)
         if index is not None:
             wanted, other = (_tensors_of(source, models[index], ctx) for source in (first, rank))
@@ -77,11 +77,11 @@ def check_agreement(objects: Sequence[Any], engine: Engine, options: Options) ->
 
 
 def _compare_settings(told: Sequence[_Record]) -> None:
-    names = dict.fromkeys(name for one in told for name, _ in one.settings)
-    values = [dict(one.settings) for one in told]
+    names = dict.fromkeys(name for record in told for name, _ in record.settings)
+    values = [dict(record.settings) for record in told]
     for name in names:
         _compare(
-            [one.get(name, "not there") for one in values],
+            [value.get(name, "not there") for value in values],
             f"the ranks were told to train in different ways: {name} is {{}}",
             "Give all of them the same arguments of Accelerator(...) and the same environment",
         )
@@ -142,10 +142,10 @@ def _shown(value: Any) -> str:
     if value is None or isinstance(value, str | int | float | torch.dtype):
         return repr(value)
     if isinstance(value, list | tuple | set | frozenset):
-        shown = [_shown(one) for one in value]
+        shown = [_shown(item) for item in value]
         return f"[{', '.join(shown if isinstance(value, list | tuple) else sorted(shown))}]"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = ", ".join(f"{one.name}={_shown(getattr(value, one.name))}" for one in dataclasses.fields(value))
+        fields = ", ".join(f"{field.name}={_shown(getattr(value, field.name))}" for field in dataclasses.fields(value))
         return f"{type(value).__name__}({fields})"
     if isinstance(value, type | types.FunctionType):
         return value.__qualname__
@@ -160,13 +160,13 @@ _KINDS = ((nn.Module, "model"), (DataLoader, "loader"), (LRScheduler, "scheduler
 def _kinds(objects: Sequence[Any]) -> list[str]:
     """Return the kind of each of *objects* that is prepared; the others come back as they are, and may differ."""
     kinds = []
-    for one in objects:
-        if isinstance(one, Optimizer):
-            kinds.append(type(getattr(one, "optimizer", one)).__name__)
-        elif known := [kind for base, kind in _KINDS if isinstance(one, base)]:
+    for item in objects:
+        if isinstance(item, Optimizer):
+            kinds.append(type(getattr(item, "optimizer", item)).__name__)
+        elif known := [kind for base, kind in _KINDS if isinstance(item, base)]:
             kinds.append(known[0])
-        elif type(one).__module__.startswith("orc.runtime."):  # placeholders of what a library makes
-            kinds.append(type(one).__name__)
+        elif type(item).__module__.startswith("orc.runtime."):  # placeholders of what a library makes
+            kinds.append(type(item).__name__)
     return kinds
 
 
@@ -182,14 +182,14 @@ def _tensors(model: nn.Module, engine: Engine) -> dict[str, str]:
         ctx.config.strategy == "none"
         or is_sharded(model)
         or any(model is known for known in engine.prepared.models)
-        or not any(one.requires_grad for one in own.values())
+        or not any(tensor.requires_grad for tensor in own.values())
     ):
         return {}
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    found = {name: _facts(one) + ("" if one.requires_grad else ", frozen") for name, one in own.items()}
+    described = {name: _facts(tensor) + ("" if tensor.requires_grad else ", frozen") for name, tensor in own.items()}
     if ctx.library is None:  # replicas have the buffers of one rank
-        found |= {name: _facts(one) for name, one in model.named_buffers(remove_duplicate=False)}
-    return {name: facts for name, facts in found.items() if name not in ignored}
+        described |= {name: _facts(tensor) for name, tensor in model.named_buffers(remove_duplicate=False)}
+    return {name: facts for name, facts in described.items() if name not in ignored}
 
 
 def _facts(tensor: torch.Tensor) -> str:
@@ -200,8 +200,8 @@ def _facts(tensor: torch.Tensor) -> str:
 
 def _tensors_of(rank: int, mine: dict[str, str], ctx: RunContext) -> dict[str, str]:
     """Return what *rank* has where this one has *mine*; a collective."""
-    found: dict[str, str] = broadcast_object_list([mine], rank, ctx=ctx)[0]
-    return found
+    tensors: dict[str, str] = broadcast_object_list([mine], rank, ctx=ctx)[0]
+    return tensors
 
 
 def _difference(wanted: Mapping[str, str], other: Mapping[str, str]) -> str:

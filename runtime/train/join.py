@@ -28,9 +28,9 @@ def join_uneven_inputs(
         return
     from torch.distributed.algorithms.join import Join, Joinable
 
-    found = [_bare(one) for one in joinables]
-    if not all(isinstance(one, Joinable) for one in found):
-        kinds = ", ".join(type(one).__name__ for one in found if not isinstance(one, Joinable))
+    inner = [_bare(joinable) for joinable in joinables]
+    if not all(isinstance(one, Joinable) for one in inner):
+        kinds = ", ".join(type(one).__name__ for one in inner if not isinstance(one, Joinable))
         warnings.warn(
             f"join_uneven_inputs has no effect: only models in DistributedDataParallel can join, not {kinds}",
             stacklevel=3,
@@ -46,7 +46,7 @@ def join_uneven_inputs(
         # answer every batch; what is averaged is the same.
         gradient.sync_each_batch = normalizer.uneven = True
     try:
-        with Join(found, enable=not even, throw_on_early_termination=False):
+        with Join(inner, enable=not even, throw_on_early_termination=False):
             yield
     finally:
         gradient.sync_each_batch, normalizer.uneven = each_batch, False

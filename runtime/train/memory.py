@@ -127,9 +127,13 @@ def _reducer(reduce_batch_size_fn: Callable[..., int] | None) -> Callable[[int],
 
 def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     parameters = list(inspect.signature(function).parameters.values())
-    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return
-    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
     if len(names) < len(args) + 1:
         shown = ", ".join(f"{name}={value}" for name, value in zip(names[1:], args[1:], strict=False))
         raise TypeError(

@@ -75,7 +75,7 @@ class LossNormalizer:
         factor = self._ctx.topology.loss_size / total
         if self.open:
             unit, parameters = self._unit, list(self._parameters())
-            if any(hasattr(one, "full_tensor") for one in parameters):
+            if any(hasattr(parameter, "full_tensor") for parameter in parameters):
                 self.reset()
                 self.due = unit * factor
                 unsettled: Tensor = loss / unit

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing import Self  # newer than the oldest Python of a rank
 
     from orc.runtime.core.context import GradientRecord
-    from orc.runtime.engine import Engine
+    from orc.runtime.train.engine import Engine
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -41,7 +41,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if gradient is None or engine is None:
             from orc.runtime.core.context import current_context
             from orc.runtime.core.prepared import Prepared
-            from orc.runtime.engine import engine_for
+            from orc.runtime.train.engine import engine_for
 
             ctx = current_context()
             gradient = gradient or ctx.gradient
@@ -181,7 +181,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from orc.runtime.core.prepared import Prepared
-        from orc.runtime.engine import engine_for
+        from orc.runtime.train.engine import engine_for
 
         ctx = state["ctx"]
         self.__dict__.update({name: value for name, value in state.items() if name != "ctx"})

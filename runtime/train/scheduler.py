@@ -102,8 +102,8 @@ class AcceleratedScheduler:
         from orc.runtime.core.context import current_context
 
         self.__dict__.update(state)
-        found = [one._gradient for one in self.optimizers if hasattr(one, "_gradient")]
-        self._gradient = found[0] if found else current_context().gradient
+        gradients = [optimizer._gradient for optimizer in self.optimizers if hasattr(optimizer, "_gradient")]
+        self._gradient = gradients[0] if gradients else current_context().gradient
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = object.__new__(type(self))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from orc.runtime.compat.availability import is_torch_xla_available
+from orc.runtime.core.availability import is_torch_xla_available
 from orc.runtime.core.context import RunContext, current_context
 from orc.runtime.core.enums import RNGType
 from orc.runtime.launch.xla import xla_model

@@ -31,7 +31,7 @@ def refuse_stale(optimizer: Any, models: Sequence[nn.Module], optimizers: Iterab
     kind = type(optimizer).__name__
     if len(gone) == len(own):
         raise ValueError(f"{kind} trains parameters that are gone: no prepared model has them. {_REMEDY}")
-    trained = {id(parameter) for one in optimizers for parameter in _parameters(one)}
+    trained = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
     mine, left = {id(one) for one in own}, []
     for model in models:
         named = list(model.named_parameters())
@@ -52,4 +52,4 @@ _REMEDY = (
 
 
 def _parameters(optimizer: Any) -> list[Any]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

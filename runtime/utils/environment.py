@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orc.runtime.compat.patching import (
+from orc.runtime.core.patching import (
     are_libraries_initialized,
     clear_environment,
     get_int_from_env,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orc.runtime.memory.device_map import check_device_map, find_tied_parameters, retie_parameters
 from orc.runtime.weights.alignment import (
     AlignDevicesHook,
     Device,
@@ -21,7 +22,6 @@ from orc.runtime.weights.alignment import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from orc.runtime.weights.device_map import check_device_map, find_tied_parameters, retie_parameters
 from orc.runtime.weights.hooks import add_hook_to_module
 from orc.runtime.weights.offload import INDEX_NAME, offload_state_dict
 from orc.runtime.weights.read_ahead import ReadAhead
@@ -321,9 +321,9 @@ def get_state_dict_offloaded_model(model: nn.Module, strict: bool = True) -> dic
     for name, value in state.items():
         if not value.is_meta:
             continue
-        found = _kept_by_a_hook(model, name)
-        if found is not None:
-            state[name] = found
+        kept = _kept_by_a_hook(model, name)
+        if kept is not None:
+            state[name] = kept
         elif strict:
             raise ValueError(f"{name} has no values: it is on the meta device, and no hook keeps it")
     return state
@@ -347,13 +347,13 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _tied_tensors(model: nn.Module, weights: Mapping[str, Tensor] | None) -> TiedTensors:
     """Return an empty entry for each weight that several modules share, by the address of its values."""
-    found: TiedTensors = {}
+    tied: TiedTensors = {}
     for group in find_tied_parameters(model):
         for name in group:
             value = weights[name] if weights is not None and name in weights else model.get_parameter(name)
             if not value.is_meta:
-                found[value.data_ptr()] = {}
-    return found
+                tied[value.data_ptr()] = {}
+    return tied
 
 
 def _retie_where_together(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:

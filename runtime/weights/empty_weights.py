@@ -138,10 +138,10 @@ def _inside(module: nn.Module, path: str) -> nn.Module:
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype of that name. Raises `ValueError` where there is none."""
     if isinstance(dtype, str):
-        found = getattr(torch, dtype.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
+        known = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(known, torch.dtype):
             raise ValueError(f"`dtype` is not a valid dtype: {dtype!r} is no dtype")
-        return found
+        return known
     return dtype
 
 

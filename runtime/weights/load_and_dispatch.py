@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from orc.runtime.weights.alignment import Device, Keys
-from orc.runtime.weights.checkpoint_fit import check_fit, checkpoint_weights
-from orc.runtime.weights.device_map import (
+from orc.runtime.memory.device_map import (
     MaxMemory,
     find_tied_parameters,
     get_balanced_memory,
     infer_auto_device_map,
     retie_parameters,
 )
+from orc.runtime.weights.alignment import Device, Keys
+from orc.runtime.weights.checkpoint_fit import check_fit, checkpoint_weights
 from orc.runtime.weights.dispatch import check_plan, dispatch_model, module_device
 from orc.runtime.weights.empty_weights import as_dtype
 from orc.runtime.weights.load_in_model import load_checkpoint_in_model
@@ -137,25 +137,25 @@ def _kept_apart(weights: Mapping[str, S], ties: Sequence[Sequence[str]], plan: M
     """Return sources for the names of tied weights that are for a device, where the one in the checkpoint is not."""
     sources: dict[str, S] = {}
     for group in ties:
-        found = next((name for name in group if name in weights), None)
-        if found is not None and module_device(found, plan) == "disk":
+        kept = next((name for name in group if name in weights), None)
+        if kept is not None and module_device(kept, plan) == "disk":
             absent = (name for name in group if name not in weights and module_device(name, plan) != "disk")
-            sources.update(dict.fromkeys(absent, weights[found]))
+            sources.update(dict.fromkeys(absent, weights[kept]))
     return sources
 
 
 def _share_entries(model: nn.Module, index: dict[str, dict[str, Any]], ties: Sequence[Sequence[str]]) -> None:
     """Let all names of a tied weight on the disk find it: a checkpoint has it under one of them."""
     for group in ties:
-        found = next((name for name in group if name in index), None)
-        if found is None:
+        entry = next((name for name in group if name in index), None)
+        if entry is None:
             continue
         for name in group:
             if name not in index and model.get_parameter(name).is_meta:
                 path, _, attribute = name.rpartition(".")
                 # The one parameter, of the data type that was asked for.
-                model.get_submodule(path)._parameters[attribute] = model.get_parameter(found)
-                index[name] = {**index[found], "weight_name": index[found].get("weight_name", found)}
+                model.get_submodule(path)._parameters[attribute] = model.get_parameter(entry)
+                index[name] = {**index[entry], "weight_name": index[entry].get("weight_name", entry)}
 
 
 def _values(weights: Mapping[str, tuple[Path | None, Tensor]]) -> dict[str, Tensor]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from orc.runtime.memory.device_map import find_tied_parameters, retie_parameters
 from orc.runtime.parallel import extract_model_from_parallel
 from orc.runtime.weights.alignment import as_device
 from orc.runtime.weights.checkpoint_fit import check_fit, checkpoint_weights
-from orc.runtime.weights.device_map import find_tied_parameters, retie_parameters
 from orc.runtime.weights.dispatch import check_plan, module_device
 from orc.runtime.weights.empty_weights import as_dtype, moved_parameter
 from orc.runtime.weights.offload import no_room, offload_weight, remove_offloaded, save_offload_index

@@ -164,8 +164,8 @@ def weight_files(checkpoint: Path) -> list[Path]:
             return weight_files(checkpoint / name)
     indices = sorted([*checkpoint.glob("*.index.json"), *checkpoint.glob("index.json")])
     if len(indices) != 1:
-        found = f"{len(indices)} index files" if indices else "no weights"
-        raise CheckpointError(f"{checkpoint} holds {found}; expected {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or one index")
+        there = f"{len(indices)} index files" if indices else "no weights"
+        raise CheckpointError(f"{checkpoint} holds {there}; expected {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or one index")
     return _indexed(indices[0])
 
 

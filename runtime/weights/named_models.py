@@ -99,8 +99,8 @@ def _library_on_the_hub(name: str) -> tuple[str | None, str]:
         info = hub.model_info(name)
     except Exception as error:  # noqa: BLE001 - the network has many ways to fail, and all mean the same here
         return None, f"{_UNREACHABLE}: {_first_line(error)}"
-    found = getattr(info, "library_name", None)
-    return (str(found), "") if found else (None, "the Hub does not say which library it is for")
+    library = getattr(info, "library_name", None)
+    return (str(library), "") if library else (None, "the Hub does not say which library it is for")
 
 
 def _refuse_own_code(name: str, error: BaseException) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from orc.runtime.core.parsing import nearest
 from orc.runtime.core.topology import DIMENSIONS
-from orc.runtime.weights.sizes import class_names, dtype_byte_size
+from orc.runtime.memory.sizes import class_names, dtype_byte_size
 
 OPTIMIZERS = ("adamw", "adam8bit", "adafactor", "sgd", "momentum")
 _BLOCK = 256  # values of an 8-bit state that share a scale
@@ -121,11 +121,11 @@ def estimate_parallel_memory(model: nn.Module, training: Training) -> ParallelEs
     unit = _gathered(model)
     found = []
     for number, names in enumerate(stages):
-        cut = {name: _part(name, one, training, plan) for name, one in names.items()}
+        cut = {name: _part(name, parameter, training, plan) for name, parameter in names.items()}
         held = sum(_numel(shape) for shape in cut.values())
         trained = {name: shape for name, shape in cut.items() if names[name].requires_grad}
         if training.shards > 1:  # parameters of a unit whole, and their gradients until they are reduced
-            whole = sum(one.numel() for one in names.values())
+            whole = sum(name.numel() for name in names.values())
             half = width if training.mixed_precision == "no" else 2
             gathered = 2 * half * (whole if training.size("pp") > 1 else min(unit, whole)) / training.size("tp")
         else:
@@ -161,12 +161,12 @@ def _stages(model: nn.Module, count: int) -> list[dict[str, nn.Parameter]]:
         stages[reached][name] = parameter
     if not all(stages):
         raise ValueError(f"pp={count}: the model has fewer parts than stages")
-    return [_distinct(one) for one in stages]
+    return [_distinct(stage) for stage in stages]
 
 
 def _distinct(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    first = {id(one): name for name, one in reversed(list(named.items()))}
-    return {name: one for name, one in named.items() if first[id(one)] == name}
+    first = {id(parameter): name for name, parameter in reversed(list(named.items()))}
+    return {name: parameter for name, parameter in named.items() if first[id(parameter)] == name}
 
 
 def _plan(model: nn.Module, training: Training, notes: list[str]) -> dict[str, str]:
@@ -175,7 +175,7 @@ def _plan(model: nn.Module, training: Training, notes: list[str]) -> dict[str, s
         return {}
     plan = {str(name): str(style) for name, style in (getattr(model, "tp_plan", None) or {}).items()}
     if not plan:
-        plan = {name: "colwise" for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+        plan = {name: "colwise" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         notes.append("the model has no tp_plan: tp is counted as if it cut every linear layer")
     return plan
 
@@ -201,7 +201,7 @@ def _matches(pattern: str, name: str) -> bool:
 def _gathered(model: nn.Module) -> int:
     """Return the elements that FSDP has whole at a time: the largest block, and what is in no block."""
     whole = class_names(getattr(model, "_no_split_modules", None))
-    blocks = [one for one in model.modules() if type(one).__name__ in whole]
+    blocks = [module for module in model.modules() if type(module).__name__ in whole]
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     every = sum(parameter.numel() for parameter in model.parameters())
     return every - sum(sizes) + max(sizes, default=0)
@@ -268,9 +268,9 @@ def parse_parallelism(text: str) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for item in filter(None, (one.strip() for one in text.split(","))):
-        name, found, value = item.partition("=")
+        name, sign, value = item.partition("=")
         name = name.strip().removesuffix("_size")
-        if not found or not value.strip().isdecimal() or name in sizes:
+        if not sign or not value.strip().isdecimal() or name in sizes:
             raise ValueError(f"--parallelism {text!r}: {item!r} is no DIMENSION=PROCESSES, each once: dp_shard=4,tp=2")
         sizes[name] = int(value)
     Training(sizes)  # checks the names

@@ -148,8 +148,8 @@ class ReadAhead:
             self._followers[self._last] = hook, module
         self._seen.add(hook)
         self._last = hook
-        found = self._followers.get(hook)
-        return None if found is None or found[0] in self._seen else found
+        follower = self._followers.get(hook)
+        return None if follower is None or follower[0] in self._seen else follower
 
     def start(
         self, hook: Any, weights: Mapping[str, Tensor], wanted: Mapping[str, torch.dtype], shared: Container[int]
@@ -181,11 +181,11 @@ class ReadAhead:
             return {}
         future = self._ahead[2]
         self._ahead = None
-        found, mark = future.result()
+        brought, mark = future.result()
         if mark is not None:
             assert self.lane is not None
-            self.lane.hand_over([one.value for one in found.values()], mark)
-        return {name: one.value for name, one in found.items() if one.version == _version(one.source)}
+            self.lane.hand_over([read.value for read in brought.values()], mark)
+        return {name: read.value for name, read in brought.items() if read.version == _version(read.source)}
 
     def give_up(self) -> None:
         """Forget the weights that are on their way, when the thread is done with them."""
@@ -204,13 +204,17 @@ class ReadAhead:
         free: Any,
     ) -> tuple[dict[str, Brought], Any]:
         """Bring weights; return them and the mark of the last copy. Runs in the thread."""
-        found: dict[str, Brought] = {}
+        brought: dict[str, Brought] = {}
         mark = None
         lane.wait(free)
         sources = {name: weights[name] for name in wanted}
-        sources = {name: one for name, one in sources.items() if _is_plain(one) and one.data_ptr() not in shared}
-        dtypes = {name: wanted[name] if one.is_floating_point() else one.dtype for name, one in sources.items()}
-        if not lane.has_room(sum(one.numel() * dtypes[name].itemsize for name, one in sources.items())):
+        sources = {
+            name: source for name, source in sources.items() if _is_plain(source) and source.data_ptr() not in shared
+        }
+        dtypes = {
+            name: wanted[name] if source.is_floating_point() else source.dtype for name, source in sources.items()
+        }
+        if not lane.has_room(sum(source.numel() * dtypes[name].itemsize for name, source in sources.items())):
             return {}, None
         with torch.no_grad():
             for name, source in sources.items():
@@ -220,8 +224,8 @@ class ReadAhead:
                 except torch.OutOfMemoryError:
                     return {}, None  # the layer gets its weights when its turn comes, and has the device for itself
                 mark = self._copy(lane, source.detach().view(-1), value.view(-1), mark)
-                found[name] = Brought(source, version, value)
-        return found, mark
+                brought[name] = Brought(source, version, value)
+        return brought, mark
 
     def _copy(self, lane: Lane, source: Tensor, target: Tensor, mark: Any) -> Any:
         step = self.buffer_bytes // target.dtype.itemsize

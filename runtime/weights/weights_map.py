@@ -124,10 +124,10 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
     def _ahead(self, key: str) -> str | None:
         """Return the name of the weight that is `_READ_AHEAD` after *key*; so each is requested once in a pass."""
-        found: str | None = key
+        upcoming: str | None = key
         for _ in range(_READ_AHEAD):
-            found = self._next.get(found) if found is not None else None
-        return found if found in self._mapped else None
+            upcoming = self._next.get(upcoming) if upcoming is not None else None
+        return upcoming if upcoming in self._mapped else None
 
 
 def _read_index(folder: Path) -> Mapping[str, Entry]:
@@ -135,8 +135,8 @@ def _read_index(folder: Path) -> Mapping[str, Entry]:
     if not path.is_file():
         raise ValueError(f"{folder} has no {INDEX_NAME}: offload_state_dict writes such a folder")
     try:
-        found: Mapping[str, Entry] = json.loads(path.read_text())
-        wrong = [name for name, entry in found.items() if not _is_whole(folder, name, entry)]
+        entries: Mapping[str, Entry] = json.loads(path.read_text())
+        wrong = [name for name, entry in entries.items() if not _is_whole(folder, name, entry)]
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no index of offloaded weights: {error}") from None
     if wrong:
@@ -144,7 +144,7 @@ def _read_index(folder: Path) -> Mapping[str, Entry]:
             f"{folder} is damaged: of {', '.join(wrong)} the file is missing or cut off; remove the folder, "
             "and the weights are written there again"
         )
-    return found
+    return entries
 
 
 def _is_whole(folder: Path, name: str, entry: Entry) -> bool:
@@ -201,9 +201,9 @@ def _will_need(weight: Tensor) -> None:
     advise, resident = calls
     end = weight.data_ptr() + weight.nbytes
     last = (end - 1) // mmap.PAGESIZE * mmap.PAGESIZE
-    found = ctypes.create_string_buffer(1)
+    buffer = ctypes.create_string_buffer(1)
     # Advice about pages that are in memory costs a look at each of them: the last one stands for all.
-    if resident(last, mmap.PAGESIZE, found) == 0 and found.raw[0] & 1:
+    if resident(last, mmap.PAGESIZE, buffer) == 0 and buffer.raw[0] & 1:
         return
     begin = weight.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     advise(begin, end - begin, mmap.MADV_WILLNEED)  # advice: a failure means nothing

@@ -139,8 +139,8 @@ def _meet_as_others(ranks: int, port: int, times: int) -> None:
 def agreement(sizes: tuple[int, ...] = (32, 128, 512), times: int = 5) -> list[Row]:
     """A meeting of all ranks over the board: operations, and processor time on rank 0. The others are one process."""
     from orc.runtime.checkpoint.replication.barrier import Barrier
-    from orc.runtime.collectives.store import LocalStore
     from orc.runtime.collectives.store_server import StoreServer
+    from orc.runtime.core.store import LocalStore
 
     rows = []
     for ranks in sizes:

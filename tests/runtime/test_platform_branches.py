@@ -21,10 +21,10 @@ KINDS_ALLOWED = {
     "core/compute.py",
     "core/context.py",
     "core/process_control.py",
-    "core/state.py",
+    "state.py",
     "launch/xla.py",
     "train/amp.py",  # takes a kind as an argument, as documented
-    "train/local_sgd.py",  # documented for some kinds only
+    "local_sgd.py",  # documented for some kinds only
 }
 
 

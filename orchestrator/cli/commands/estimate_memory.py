@@ -68,7 +68,7 @@ def command(
     try:  # by name: no other command may bring torch along
         with waiting("loading torch"):
             models = importlib.import_module("orc.runtime.weights.named_models")
-            sizes = importlib.import_module("orc.runtime.weights.sizes")
+            sizes = importlib.import_module("orc.runtime.memory.sizes")
     except ModuleNotFoundError as error:
         raise LaunchError(f"{error.name} is not installed here", hint="pip install 'orc-launch[runtime]'") from None
     try:
@@ -95,7 +95,7 @@ def command(
 
 def _on_each_process(model: str, made: Any, parallelism: str, given: dict[str, Any], as_json: bool) -> None:
     memory = importlib.import_module("orc.runtime.weights.parallel_memory")
-    sizes = importlib.import_module("orc.runtime.weights.sizes")
+    sizes = importlib.import_module("orc.runtime.memory.sizes")
     spelled = {"seq_length": "sequence", "activation_checkpointing": "checkpointing"}
     try:
         training = memory.Training(

@@ -18,7 +18,7 @@ from orc.orchestrator.cli.ui.output import echo, echo_json, stdout_to_stderr
 if TYPE_CHECKING:
     from orc.orchestrator.views import JobView
 
-MODULE = "orc.runtime.testing.self_test"
+MODULE = "orc.runtime.self_test"
 RESULT = "orc-test-result "  # in front of the JSON in the log of rank 0
 TIMEOUT_S = 180  # of a collective: a machine that hangs is to say so
 

@@ -161,10 +161,10 @@ def content_problems(directory: Path, manifest: Manifest, names: Iterable[str]) 
 
     names = list(names)
     problems = []
-    for name, found in zip(names, checksums([directory / name for name in names], manifest.checksum), strict=True):
-        if isinstance(found, OSError):
-            problems.append(f"{name} cannot be read: {found}")
-        elif found != manifest.files[name]:
+    for name, sums in zip(names, checksums([directory / name for name in names], manifest.checksum), strict=True):
+        if isinstance(sums, OSError):
+            problems.append(f"{name} cannot be read: {sums}")
+        elif sums != manifest.files[name]:
             problems.append(f"{name} does not hold what was saved (checksum differs)")
     return problems
 
@@ -188,7 +188,7 @@ def plain(value: Any) -> Any:
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return value.item()
     if type(value) in (list, tuple):
-        return type(value)(plain(one) for one in value)
+        return type(value)(plain(item) for item in value)
     if type(value) is dict:
-        return {key: plain(one) for key, one in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     return value

@@ -24,18 +24,18 @@ class CheckpointRoot:
 
     def committed(self) -> list[tuple[int, Path]]:
         """Complete checkpoints with their numbers, oldest first."""
-        found = []
+        checkpoints = []
         for name in {entry.name.removesuffix(".replaced") for entry in self._entries()}:
             if match := NUMBERED.fullmatch(name):
                 directory = locate(self.path / name)
                 if is_committed(directory):
-                    found.append((int(match[1]), directory))
-        return sorted(found)
+                    checkpoints.append((int(match[1]), directory))
+        return sorted(checkpoints)
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint."""
-        found = self.committed()
-        return found[-1][1] if found else None
+        checkpoints = self.committed()
+        return checkpoints[-1][1] if checkpoints else None
 
     def numbered(self, number: int) -> Path:
         """The directory of checkpoint *number*, there or not."""
@@ -53,8 +53,8 @@ class CheckpointRoot:
         The newest is never removed.
         """
         removed = []
-        found = self.committed()
-        for _, directory in found[: max(0, len(found) - max(keep, 1))] if keep is not None else []:
+        checkpoints = self.committed()
+        for _, directory in checkpoints[: max(0, len(checkpoints) - max(keep, 1))] if keep is not None else []:
             gone = directory.with_name(f"{directory.name}.tmp")
             remove_tree(gone)
             directory.rename(gone)  # in one step no longer a checkpoint, before its files go one by one

@@ -36,4 +36,4 @@ def _arrays() -> AbstractContextManager[Any]:
     # An empty array holds empty bytes, which are pickled as a call of their class.
     wanted: list[Any] = [np.ndarray, np.dtype, rebuild, bytes, *{type(np.dtype(code)) for code in _ELEMENTS}]
     known = torch.serialization.get_safe_globals()  # what the script has allowed stays so afterwards
-    return torch.serialization.safe_globals([one for one in wanted if one not in known])
+    return torch.serialization.safe_globals([kind for kind in wanted if kind not in known])

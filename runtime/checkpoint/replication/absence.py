@@ -20,12 +20,12 @@ from weakref import WeakKeyDictionary
 
 from orc.runtime.checkpoint.errors import RanksElsewhere
 from orc.runtime.checkpoint.replication.rank_state import RankState, absence_reason, is_blocked
-from orc.runtime.collectives.store import StoreError, StoreTimeout, next_name, pace
+from orc.runtime.core.store import StoreError, StoreTimeout, next_name, pace
 
 if TYPE_CHECKING:
-    from orc.runtime.collectives.store import Store
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.prepared import Prepared
+    from orc.runtime.core.store import Store
 
 POLL_S = 1.0
 GRACE_S = 0.5  # ranks come one after the other
@@ -62,13 +62,13 @@ class Responder:
                 return None
             _known[context] = cls(context, context.store)
         responder = _known[context]
-        if prepared is not None and not any(prepared is one for one in responder.prepared()):
+        if prepared is not None and not any(prepared is known for known in responder.prepared()):
             responder._prepared.append(weakref.ref(prepared))
         return responder
 
     def prepared(self) -> list[Prepared]:
         """Return what the Accelerators that are still there have prepared, in order."""
-        return [one for reference in self._prepared if (one := reference()) is not None]
+        return [held for reference in self._prepared if (held := reference()) is not None]
 
     def state(self) -> RankState:
         """Return that of this rank, now."""
@@ -173,13 +173,13 @@ class Absence:
             if store.check([f"{prefix}/{rank}/ended"]):
                 self._reasons[rank] = "has ended"
             elif rank in self._asked and store.check([answer := f"{self._asked[rank]}/answer"]):
-                found = RankState.from_json(store.get(answer))
+                state = RankState.from_json(store.get(answer))
                 store.delete_key(answer)
                 del self._asked[rank]
                 before = self._before.get(rank)
-                if before is None or not is_blocked(before, found):
-                    before = self._before[rank] = found
-                reason = absence_reason(here, before, found)
+                if before is None or not is_blocked(before, state):
+                    before = self._before[rank] = state
+                reason = absence_reason(here, before, state)
                 self._reasons.pop(rank, None)
                 if reason is not None:
                     self._reasons[rank] = reason

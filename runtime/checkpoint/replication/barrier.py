@@ -16,13 +16,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing, RanksElsewhere
-from orc.runtime.collectives.store import ANSWER_S, StoreError, StoreTimeout, next_name, series
+from orc.runtime.core.store import ANSWER_S, StoreError, StoreTimeout, next_name, series
 
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.replication.absence import Absence
     from orc.runtime.checkpoint.replication.relay import Relay
-    from orc.runtime.collectives.store import Store
     from orc.runtime.core.context import RunContext
+    from orc.runtime.core.store import Store
 
 Verdict = Callable[[list[Any]], Any]
 T = TypeVar("T")

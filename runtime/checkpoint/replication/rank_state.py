@@ -52,7 +52,7 @@ class RankState:
             activity, where = place.activity, place.where
         except KeyError:  # the main thread has left Python
             activity, where = "", "its end"
-        progress = tuple(_progress(one) for one in prepared)
+        progress = tuple(_progress(accelerator) for accelerator in prepared)
         return cls(progress, _collectives(), activity, where, time.process_time(), time.monotonic())
 
     def to_json(self) -> str:
@@ -63,7 +63,7 @@ class RankState:
     def from_json(cls, text: str | bytes) -> RankState:
         """Inverse of `to_json`."""
         data = json.loads(text)
-        return cls(**{**data, "progress": tuple(tuple(one) for one in data["progress"])})
+        return cls(**{**data, "progress": tuple(tuple(row) for row in data["progress"])})
 
 
 def is_blocked(before: RankState, now: RankState) -> bool:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
-from orc.runtime.collectives.store import StoreError
+from orc.runtime.core.store import StoreError
 
 if TYPE_CHECKING:
-    from orc.runtime.collectives.store import Store
+    from orc.runtime.core.store import Store
 
 PIECE = 4 * 1024 * 1024  # bytes; all that is on its way lies in rank 0's memory
 _AHEAD = 4  # pieces on the store that have not been read

@@ -128,8 +128,8 @@ def provide(
         except (OSError, CheckpointError) as failure:
             error = f"{directory} cannot be copied: {failure}"
         barrier.hold("load_state (copying)", error, agree_on_no_error, timeout_s=max(barrier.timeout_s, _PATIENCE_S))
-    found = locate(directory)
-    return found, read_manifest(found)
+    local = locate(directory)
+    return local, read_manifest(local)
 
 
 def _trouble(sites: Sites, directory: Path, identity: str) -> tuple[str, str] | None:

@@ -130,5 +130,5 @@ def _joined(leaders: Sequence[int], views: list[list[int]]) -> list[int]:
     for leader in leaders:
         for other in views[leader]:
             low, high = sorted((site[leader], site[other]))
-            site = {one: low if place == high else place for one, place in site.items()}
+            site = {rank: low if place == high else place for rank, place in site.items()}
     return [site[leader] for leader in leaders]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from orc.runtime.checkpoint.format.manifest import Manifest
     from orc.runtime.checkpoint.storage.durable import Hashing
     from orc.runtime.core.prepared import Prepared
-    from orc.runtime.engine.base import OwnState
+    from orc.runtime.train.engine import OwnState
 
 
 def own_state_of(prepared: Prepared) -> OwnState | None:
@@ -63,7 +63,7 @@ def engine_problem(prepared: Prepared, manifest: Manifest) -> str | None:
     own = own_state_of(prepared)
     if own is not None and own.trained():
         return own.problem(manifest.files, manifest.world_size)
-    return next((why for one in libraries().values() if (why := one.problem(manifest.files)) is not None), None)
+    return next((why for library in libraries().values() if (why := library.problem(manifest.files)) is not None), None)
 
 
 def _write_bytes(content: bytes, file: Hashing) -> None:

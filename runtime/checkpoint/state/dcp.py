@@ -256,7 +256,7 @@ def _target(saved: TensorStorageMetadata, there: Any, parameter: torch.Tensor | 
 
 
 def _parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
-    every = [one for group in optimizer.param_groups for one in group["params"]]
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {names[position]: parameter for position, parameter in enumerate(every)}
 
 

@@ -107,7 +107,7 @@ def _unheard(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 @contextmanager
 def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within the block no parameter has a gradient: torch would take them for those of a step under way."""
-    kept = [(one, one.grad) for group in optimizer.param_groups for one in group["params"]]
+    kept = [(parameter, parameter.grad) for group in optimizer.param_groups for parameter in group["params"]]
     for parameter, _ in kept:
         parameter.grad = None
     try:
@@ -129,7 +129,7 @@ def numbered(named: Any, models: Sequence[PreparedModel], keep: bool) -> dict[st
     groups: list[dict[str, Any]] = []
     for group in named["param_groups"]:
         names = sorted(group["params"], key=order.__getitem__)
-        first = sum(len(one["params"]) for one in groups)
+        first = sum(len(group["params"]) for group in groups)
         groups.append({**group, "params": list(range(first, first + len(names)))})
         state |= {first + place: named["state"][name] for place, name in enumerate(names) if name in named["state"]}
     return {"state": state, "param_groups": groups}

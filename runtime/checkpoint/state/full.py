@@ -50,10 +50,10 @@ class Full:
     def optimizer_state(self, optimizer: Any, models: Sequence[PreparedModel], *, keep: bool = True) -> dict[str, Any]:
         """Return the state by positions of parameters, as the optimizer's ``state_dict`` does."""
         stepped = models_of(optimizer, models)
-        if (found := _parts(stepped)) is not None:
+        if (partition := _parts(stepped)) is not None:
             bare = bare_optimizer(optimizer)
             with _fitting():
-                return whole_optimizer(found, bare, names_by_position(bare, stepped), keep=keep)
+                return whole_optimizer(partition, bare, names_by_position(bare, stepped), keep=keep)
         if strategy_of_optimizer(optimizer, models) == FULL:
             return dict(optimizer.state_dict()) if keep or gathers_state(optimizer) else {}
         bare = bare_optimizer(optimizer)
@@ -139,7 +139,7 @@ def _fitting() -> Iterator[None]:
 
 def _sharded_like(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return *state* with this rank's parts in the place of tensors that have the shape of a sharded parameter."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     places = [place for group in state["param_groups"] for place in group["params"]]
     by_place = dict(zip(places, parameters, strict=True))
     return {

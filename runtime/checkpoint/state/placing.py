@@ -84,18 +84,18 @@ def _filled(value: Any, current: Any, copies: CopyQueue) -> Any:
         return current
     if isinstance(value, dict):
         known = current if isinstance(current, dict) else {}
-        return {key: _filled(one, known.get(key), copies) for key, one in value.items()}
+        return {key: _filled(item, known.get(key), copies) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_filled(one, None, copies) for one in value)
+        return type(value)(_filled(item, None, copies) for item in value)
     return value
 
 
 def placed(state: Mapping[str, Any], model: torch.nn.Module, copies: CopyQueue) -> dict[str, Any]:
     """Return *state* with the weights of *model* in the place of those that *copies* bring there."""
-    found = dict(state)
+    weights = dict(state)
     origins: dict[int, torch.Tensor] = {}
     for name, mine in model.state_dict(keep_vars=True).items():
-        value = found.get(name)
+        value = weights.get(name)
         if type(mine) not in (torch.Tensor, torch.nn.Parameter) or type(value) is not torch.Tensor:
             continue
         if mine.device.type != "cpu" or mine.dtype != value.dtype or mine.shape != value.shape:
@@ -106,5 +106,5 @@ def placed(state: Mapping[str, Any], model: torch.nn.Module, copies: CopyQueue) 
             copies.start(mine, value)
         elif origin.data_ptr() != value.data_ptr():
             continue  # two values for one tensor: the last counts, as without this
-        found[name] = mine
-    return found
+        weights[name] = mine
+    return weights

@@ -219,7 +219,7 @@ def _stored(file: BinaryIO, mapped: torch.Tensor, metadata: Metadata, item: Read
         return None
     sizes = next((chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset), None)
     with zipfile.ZipFile(cast(Any, _Part(file, place.offset, place.length))) as archive:
-        records = [one for one in archive.infolist() if one.filename.endswith("/data/0")]
+        records = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
     if sizes is None or len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
         return None
     dtype = entry.properties.dtype
@@ -282,8 +282,8 @@ class _Planner(DefaultLoadPlanner):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return one of the classes of metadata, or a type of elements."""
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         if (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of such metadata")
         return super().find_class(module, name)

@@ -23,8 +23,8 @@ def gathers_state(optimizer: object) -> bool:
 
 def is_dtensor(value: object) -> bool:
     """Return whether *value* is a DTensor; torch's module of them is not imported for the question."""
-    found = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # another thread may be loading it
-    return found is not None and isinstance(value, found)
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # another thread may be loading it
+    return kind is not None and isinstance(value, kind)
 
 
 def flattened(models: Sequence[PreparedModel]) -> bool:
@@ -41,14 +41,14 @@ def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def has_sharded_parameters(optimizer: Any) -> bool:
     """Return whether *optimizer* steps DTensors."""
     groups = getattr(bare_optimizer(optimizer), "param_groups", ())
-    return any(is_dtensor(one) for group in groups for one in group["params"])
+    return any(is_dtensor(parameter) for group in groups for parameter in group["params"])
 
 
 def models_of(optimizer: Any, models: Sequence[PreparedModel]) -> list[PreparedModel]:
     """Return those of *models* whose parameters *optimizer* steps, in their order."""
     groups = getattr(bare_optimizer(optimizer), "param_groups", ())  # an optimizer of the script may have none
-    stepped = {id(one) for group in groups for one in group["params"]}
-    return [model for model in models if any(id(one) in stepped for one in model.model.parameters())]
+    stepped = {id(parameter) for group in groups for parameter in group["params"]}
+    return [model for model in models if any(id(parameter) in stepped for parameter in model.model.parameters())]
 
 
 def parameter_names(models: Sequence[PreparedModel]) -> dict[int, str]:
@@ -107,8 +107,8 @@ def positioned_state(optimizer: Any, models: Sequence[PreparedModel], named: dic
 def names_by_position(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]) -> dict[int, str]:
     """Return the names of the parameters of *optimizer* by their positions in its ``state_dict``."""
     names = parameter_names(models)
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    unknown = [list(one.shape) for one in parameters if id(one) not in names]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    unknown = [list(parameter.shape) for parameter in parameters if id(parameter) not in names]
     if unknown:
         raise CheckpointError(
             f"{type(optimizer).__name__} steps {len(unknown)} parameters of no prepared model (shapes "

@@ -37,15 +37,15 @@ class Stage:
 
         Tensors that were one (tied weights) are one in the copy. Returns when the copy is complete.
         """
-        found: dict[int, TensorKey] = {}
+        keys: dict[int, TensorKey] = {}
         tensors: dict[TensorKey, torch.Tensor] = {}
         for tensor in _tensors(state):
             place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-            found[id(tensor)] = place
+            keys[id(tensor)] = place
             tensors.setdefault(place, tensor)
         copies = self._copy(tensors)
         # Everything that is no tensor of the usual kind is copied the usual way.
-        return copy.deepcopy(state, {key: copies[place] for key, place in found.items()})
+        return copy.deepcopy(state, {key: copies[place] for key, place in keys.items()})
 
     def _copy(self, tensors: dict[TensorKey, torch.Tensor]) -> dict[TensorKey, torch.Tensor]:
         spans: dict[TensorKey, tuple[int, int]] = {}
@@ -119,7 +119,7 @@ def _unlock(address: int | None, process: int) -> None:
 
 def size_on_gpus(tensors: Iterable[Any]) -> int:
     """Return the bytes of the largest of *tensors* on a GPU; 0 without one."""
-    return max((one.nbytes for one in tensors if isinstance(one, torch.Tensor) and one.is_cuda), default=0)
+    return max((tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda), default=0)
 
 
 def _pages(size: int) -> torch.Tensor:
@@ -131,15 +131,15 @@ def _pages(size: int) -> torch.Tensor:
 
 def _tensors(state: Any) -> list[torch.Tensor]:
     """Strided tensors in dictionaries, lists and tuples."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     waiting = [state]
     while waiting:
         value = waiting.pop()
         if isinstance(value, torch.Tensor):
             if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
-                found.append(value)
+                tensors.append(value)
         elif isinstance(value, dict):
             waiting.extend(value.values())
         elif isinstance(value, (list, tuple)):
             waiting.extend(value)
-    return found
+    return tensors

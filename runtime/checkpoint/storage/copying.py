@@ -73,8 +73,8 @@ class CopyQueue:
         """Wait for all; raises what went wrong."""
         self._submit()
         pending, self._pending = self._pending, []
-        for one in pending:
-            one.result()
+        for future in pending:
+            future.result()
 
     def _read(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         """Start to read *target* from the file that *source* is mapped from; `False` if it is from none."""

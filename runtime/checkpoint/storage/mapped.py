@@ -53,7 +53,7 @@ def mapped(paths: Iterable[Path]) -> list[MappedFile]:
     """Open the files *paths*, to read what is mapped of them now; those that are not mapped are left out."""
     names = {path: os.fsencode(os.path.realpath(path)) for path in paths}
     spans = _spans(names.values()) if names else {}
-    found = []
+    maps = []
     for path, name in names.items():
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -64,13 +64,13 @@ def mapped(paths: Iterable[Path]) -> list[MappedFile]:
         if here is None:
             os.close(fd)
         else:
-            found.append(MappedFile(path, fd, here))
-    return found
+            maps.append(MappedFile(path, fd, here))
+    return maps
 
 
 def _spans(names: Iterable[bytes]) -> dict[tuple[bytes, int], list[Span]]:
     """Return where files of the *names* are mapped, by name and inode."""
-    found: dict[tuple[bytes, int], list[Span]] = {}
+    spans: dict[tuple[bytes, int], list[Span]] = {}
     try:
         lines = _MAPS.read_bytes().splitlines()
     except OSError:  # there is no such file system: tensors are copied from where they are
@@ -84,5 +84,5 @@ def _spans(names: Iterable[bytes]) -> dict[tuple[bytes, int], list[Span]]:
         if len(fields) == 6:
             begin, _, end = fields[0].partition(b"-")
             span = (int(begin, 16), int(end, 16), int(fields[2], 16))
-            found.setdefault((fields[5], int(fields[4])), []).append(span)
-    return found
+            spans.setdefault((fields[5], int(fields[4])), []).append(span)
+    return spans

@@ -23,10 +23,10 @@ _THREADS = 8  # at most: memory has no more to give
 
 def checksum(path: Path) -> FileRecord:
     """Return size and checksums of a file, read by the caller's thread. Raises `OSError`."""
-    (found,) = checksums([path], threads=1)
-    if isinstance(found, OSError):
-        raise found
-    return found
+    (digest,) = checksums([path], threads=1)
+    if isinstance(digest, OSError):
+        raise digest
+    return digest
 
 
 def checksums(

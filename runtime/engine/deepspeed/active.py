@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orc.runtime.core.state import AcceleratorState
     from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
 
 
-def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
+def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
     """Return the DeepSpeed plug-in in force. Raises `ValueError` when the run does not use DeepSpeed.
 
     Args:
         state: the state of the run.
     """
-    plugin = state.deepspeed_plugin
+    plugin: DeepSpeedPlugin | None = state.deepspeed_plugin
     if plugin is None:
         raise ValueError("this run has no DeepSpeed plug-in: pass Accelerator(deepspeed_plugin=...)")
     return plugin

@@ -22,19 +22,17 @@ if TYPE_CHECKING:
 class DeepSpeedLibrary(Library):
     """DeepSpeed, as arguments of an Accelerator and the environment ask for it."""
 
-    arguments = ("deepspeed_plugin", "deepspeed_plugins")
-    variable = "ACCELERATE_USE_DEEPSPEED"
     takes_layout = True
 
     def use(
         self, ctx: RunContext, given: Mapping[str, Any], options: Options, mixed_precision: str | None
     ) -> str | None:
         """Let DeepSpeed train; returns *mixed_precision*, or what its configuration says. See `Library.use`."""
-        one, several = (given.get(name) for name in self.arguments)
+        single, several = (given.get(name) for name in self.arguments)
         there = ctx.library_of("deepspeed")
         if there is not None:
             known = list(there.named.values())
-            new = [plugin for plugin in (one, several) if plugin is not None]
+            new = [plugin for plugin in (single, several) if plugin is not None]
             flat = [p for plugin in new for p in (plugin.values() if isinstance(plugin, dict) else [plugin])]
             if any(not any(plugin is other for other in known) for plugin in flat):
                 raise SettingConflict(
@@ -42,11 +40,11 @@ class DeepSpeedLibrary(Library):
                     "the first one, as a dictionary"
                 )
             return mixed_precision
-        if ctx.configured and one is None and several is None:
+        if ctx.configured and single is None and several is None:
             return mixed_precision  # the environment of an earlier Accelerator was another one
         from orc.runtime.engine.deepspeed.plugins import plugins_of
 
-        plugins = plugins_of(one, several)
+        plugins = plugins_of(single, several)
         assert plugins is not None  # something asks for it
         if ctx.configured:
             raise SettingConflict(
@@ -81,4 +79,4 @@ class DeepSpeedLibrary(Library):
         return None
 
 
-LIBRARY = DeepSpeedLibrary()
+LIBRARY = DeepSpeedLibrary(("deepspeed_plugin", "deepspeed_plugins"), "ACCELERATE_USE_DEEPSPEED")

@@ -35,8 +35,8 @@ from orc.runtime.weights.quantization.scheme import refuse_to_spread, refuse_to_
 
 if TYPE_CHECKING:
     from orc.runtime.core.options import Options
-    from orc.runtime.engine.base import Preparing
     from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
+    from orc.runtime.train.engine import Preparing
 
 _LATER = (
     "with DeepSpeed, prepare the model in the same call as its optimizer: accelerator.prepare(model, optimizer, ...)"
@@ -76,12 +76,12 @@ class DeepSpeed(LibraryEngine):
                 "prepare(device_placement=...) is not possible with DeepSpeed, which places what it trains"
             )
         result = list(objects)
-        models = [i for i, one in enumerate(objects) if isinstance(one, nn.Module) and not self._known(one)]
-        optimizers = [i for i, one in enumerate(objects) if _is_optimizer(one)]
-        schedulers = [i for i, one in enumerate(objects) if isinstance(one, LRScheduler | DummyScheduler)]
-        for index, one in enumerate(objects):
-            if isinstance(one, DataLoader):
-                result[index] = preparation.prepare_data_loader(one)
+        models = [i for i, item in enumerate(objects) if isinstance(item, nn.Module) and not self._known(item)]
+        optimizers = [i for i, item in enumerate(objects) if _is_optimizer(item)]
+        schedulers = [i for i, item in enumerate(objects) if isinstance(item, LRScheduler | DummyScheduler)]
+        for index, item in enumerate(objects):
+            if isinstance(item, DataLoader):
+                result[index] = preparation.prepare_data_loader(item)
         if len(models) > 1:
             raise ValueError(
                 f"{len(models)} models in one prepare(): DeepSpeed trains one per call; for a second one select its "
@@ -185,9 +185,9 @@ class DeepSpeed(LibraryEngine):
     @property
     def wrapped(self) -> DeepSpeedEngineWrapper | None:
         """The engine that trains, that of the optimizer prepared last; `None` before, and after `free_memory`."""
-        for one in reversed(self.prepared.optimizers):
-            if isinstance(one, DeepSpeedOptimizerWrapper):
-                return one.wrapped
+        for optimizer in reversed(self.prepared.optimizers):
+            if isinstance(optimizer, DeepSpeedOptimizerWrapper):
+                return optimizer.wrapped
         return None
 
     def _training(self) -> DeepSpeedEngineWrapper:
@@ -238,11 +238,11 @@ class DeepSpeed(LibraryEngine):
         Raises:
             ValueError: gathering is not switched on.
         """
-        found = next((one for one in self.prepared.models if one is model), None)
-        if found is None:
+        engine = next((known for known in self.prepared.models if known is model), None)
+        if engine is None:
             return super().model_state(model, unwrap=unwrap)
-        return consolidated(found)
+        return consolidated(engine)
 
 
-def _is_optimizer(one: Any) -> bool:
-    return isinstance(one, Optimizer | DummyOptim) and not isinstance(one, DeepSpeedOptimizerWrapper)
+def _is_optimizer(item: Any) -> bool:
+    return isinstance(item, Optimizer | DummyOptim) and not isinstance(item, DeepSpeedOptimizerWrapper)

@@ -181,17 +181,17 @@ class DeepSpeedPlugin:
         Raises:
             ValueError: an ``auto`` without a value, or, with *must_match*, values that differ; all of them are named.
         """
-        found: list[str] = [] if mismatches is None else mismatches
+        problems: list[str] = [] if mismatches is None else mismatches
         section = self.deepspeed_config if config is None else config
         for key, value in list(section.items()):
             if isinstance(value, dict):
-                self.deepspeed_config_process(f"{prefix}{key}.", found, value, must_match, **kwargs)
+                self.deepspeed_config_process(f"{prefix}{key}.", problems, value, must_match, **kwargs)
             else:
-                self.fill_match(f"{prefix}{key}", found, must_match, **kwargs)
-        if mismatches is None and found:
+                self.fill_match(f"{prefix}{key}", problems, must_match, **kwargs)
+        if mismatches is None and problems:
             raise ValueError(
-                f"the DeepSpeed configuration contradicts what is prepared: {'; '.join(found)}. The easiest way is to "
-                "set these values of the configuration to auto"
+                f"the DeepSpeed configuration contradicts what is prepared: {'; '.join(problems)}. The easiest way is "
+                "to set these values of the configuration to auto"
             )
 
     def reopen(self) -> None:

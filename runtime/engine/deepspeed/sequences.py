@@ -144,9 +144,9 @@ def average(engine: Any) -> None:
 
     DeepSpeed sums them with ZeRO stages 1 and 2, and averages them with stage 3, except where it does not scatter.
     """
-    for one in (engine, engine.optimizer):
-        if hasattr(one, "sequence_parallel_size"):
-            one.sequence_parallel_size = 1
+    for owner in (engine, engine.optimizer):
+        if hasattr(owner, "sequence_parallel_size"):
+            owner.sequence_parallel_size = 1
 
 
 def _attention_class() -> Any:

@@ -27,7 +27,7 @@ def given_by_launcher(env: Mapping[str, str]) -> dict[str, Any]:
     names = None if listed is None else {name.strip() for name in listed.split(",") if name.strip()}
     if names is not None:  # always passed on when there is one
         names |= {"deepspeed_config_file", "zero3_init_flag", "deepspeed_moe_layer_cls_names"}
-    found: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for name, key in KEYS.items():
         if key.variable is None or (value := env.get(key.variable)) is None or value.strip().lower() in ("", "none"):
             if names is None or name not in names or not name.endswith("_device"):
@@ -36,10 +36,10 @@ def given_by_launcher(env: Mapping[str, str]) -> dict[str, Any]:
         if names is not None and name not in names:
             continue
         try:
-            found[name] = key.parse(value)
+            given[name] = key.parse(value)
         except ValueError as error:
             raise ValueError(f"{key.variable}={value!r}: {error}") from None
-    return found
+    return given
 
 
 def configuration(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
-from orc.runtime.compat.patching import patch_environment
+from orc.runtime.core.patching import patch_environment
 from orc.runtime.engine.deepspeed.library import is_engine
 from orc.runtime.engine.deepspeed.wrappers import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 
@@ -65,7 +65,9 @@ class EngineStates:
 
     def trained(self) -> list[Any]:
         """Return the engines that train, in the order in which they were prepared; one for inference has no state."""
-        optimizers = [one for one in self._prepared.optimizers if isinstance(one, DeepSpeedOptimizerWrapper)]
+        optimizers = [
+            optimizer for optimizer in self._prepared.optimizers if isinstance(optimizer, DeepSpeedOptimizerWrapper)
+        ]
         return [
             model
             for model in self._prepared.models

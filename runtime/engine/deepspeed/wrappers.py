@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from orc.runtime.core.context import GradientRecord
-    from orc.runtime.engine import Engine
+    from orc.runtime.train.engine import Engine
 
 
 class DeepSpeedEngineWrapper:

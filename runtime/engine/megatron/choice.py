@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 class MegatronLibrary(Library):
     """Megatron-LM, as arguments of an Accelerator and the environment ask for it."""
 
-    arguments = ("megatron_lm_plugin",)
-    variable = "ACCELERATE_USE_MEGATRON_LM"
     instead = ". Tensor and pipeline parallelism of Megatron-LM are the plug-in's tp_degree and pp_degree"
 
     def use(
@@ -67,4 +65,4 @@ class MegatronLibrary(Library):
         return MegatronLM
 
 
-LIBRARY = MegatronLibrary()
+LIBRARY = MegatronLibrary(("megatron_lm_plugin",), "ACCELERATE_USE_MEGATRON_LM")

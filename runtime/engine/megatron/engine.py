@@ -26,10 +26,10 @@ from orc.runtime.train.normalize import Count
 
 if TYPE_CHECKING:
     from orc.runtime.core.options import Options
-    from orc.runtime.engine.base import Preparing
     from orc.runtime.engine.megatron.model import MegatronModel
     from orc.runtime.engine.megatron.optimizer import MegatronOptimizer
     from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
+    from orc.runtime.train.engine import Preparing
 
 _TOGETHER = "prepare the model in the same call as its optimizer: accelerator.prepare(model, optimizer, ...)"
 
@@ -62,15 +62,15 @@ class MegatronLM(LibraryEngine):
         """
         self._check(objects, placement, preparation)
         result = list(objects)
-        for index, one in enumerate(objects):
-            if isinstance(one, DataLoader):
-                result[index] = self._loader(one, preparation)
-        places = [index for index, one in enumerate(objects) if isinstance(one, MegatronLMDummyDataLoader)]
+        for index, item in enumerate(objects):
+            if isinstance(item, DataLoader):
+                result[index] = self._loader(item, preparation)
+        places = [index for index, item in enumerate(objects) if isinstance(item, MegatronLMDummyDataLoader)]
         if places:
             for index, loader in zip(places, self._indexed([objects[index] for index in places]), strict=True):
                 result[index] = loader
-        model_at = next((i for i, one in enumerate(objects) if self._new_model(one)), None)
-        optimizer_at = next((i for i, one in enumerate(objects) if _new_optimizer(one)), None)
+        model_at = next((i for i, item in enumerate(objects) if self._new_model(item)), None)
+        optimizer_at = next((i for i, item in enumerate(objects) if _new_optimizer(item)), None)
         if model_at is not None:
             from orc.runtime.engine.megatron.model import MegatronModel
 
@@ -83,9 +83,9 @@ class MegatronLM(LibraryEngine):
             self.prepared.add_model(described(model))
             if optimizer_at is not None:
                 result[optimizer_at] = self._optimizer(given, rates, preparation)
-        for index, one in enumerate(objects):
-            if isinstance(one, MegatronLMDummyScheduler):
-                result[index] = self._schedule(one)
+        for index, item in enumerate(objects):
+            if isinstance(item, MegatronLMDummyScheduler):
+                result[index] = self._schedule(item)
         return result
 
     def _check(self, objects: Sequence[Any], placement: Sequence[bool | None], preparation: Preparing) -> None:
@@ -98,19 +98,19 @@ class MegatronLM(LibraryEngine):
         if compiles(preparation.dynamo):
             raise ValueError("torch.compile (dynamo_backend) is not possible with Megatron-LM's model; leave it out")
         refuse_compression(self.ctx, preparation.options.ddp, self.plugin.title)
-        models = [one for one in objects if self._new_model(one)]
-        optimizers = [one for one in objects if _new_optimizer(one)]
+        models = [item for item in objects if self._new_model(item)]
+        optimizers = [item for item in objects if _new_optimizer(item)]
         if len(models) + (self._model is not None and bool(models)) > 1 or len(optimizers) > 1:
             raise ValueError("Megatron-LM trains one model with one optimizer per process")
         if optimizers and not models:
             raise ValueError(f"with Megatron-LM, {_TOGETHER}")
-        for one in objects:
-            if isinstance(one, LRScheduler):
+        for item in objects:
+            if isinstance(item, LRScheduler):
                 raise ValueError(
-                    f"{type(one).__name__}: Megatron-LM's optimizer needs its own schedule; prepare a "
+                    f"{type(item).__name__}: Megatron-LM's optimizer needs its own schedule; prepare a "
                     "MegatronLMDummyScheduler(optimizer, total_num_steps=..., warmup_num_steps=...)"
                 )
-            if isinstance(one, MegatronLMDummyScheduler) and not (optimizers or self.prepared.optimizers):
+            if isinstance(item, MegatronLMDummyScheduler) and not (optimizers or self.prepared.optimizers):
                 raise ValueError("MegatronLMDummyScheduler needs its optimizer: prepare it with the optimizer")
         for model in models:
             check_model(self.plugin, model)
@@ -123,8 +123,8 @@ class MegatronLM(LibraryEngine):
         layers = self.plugin.num_layers_per_virtual_pipeline_stage
         return virtual_stages(shape_of(model.config).layers, self.plugin.pp_degree, layers)
 
-    def _new_model(self, one: Any) -> bool:
-        return isinstance(one, nn.Module) and not any(one is known for known in self.prepared.models)
+    def _new_model(self, item: Any) -> bool:
+        return isinstance(item, nn.Module) and not any(item is known for known in self.prepared.models)
 
     def _loader(self, loader: DataLoader[Any], preparation: Preparing) -> Any:
         """Return the prepared loader of whole batches: *loader*'s batch size is that of one micro batch."""
@@ -152,14 +152,14 @@ class MegatronLM(LibraryEngine):
             raise ValueError(f"MegatronLMDummyDataLoader is prepared for {', '.join(SPLITS)}, once each")
         plugin, topology, seed = self.plugin, self.ctx.topology, library.common_seed(self.ctx)
         made: dict[int, list[Any]] = {}
-        for number, one in enumerate(placeholders):
-            micro = int(one.dataset_args.get("micro_batch_size") or 1)
+        for number, placeholder in enumerate(placeholders):
+            micro = int(placeholder.dataset_args.get("micro_batch_size") or 1)
             if number == 0:
                 plugin.micro_batch_size = micro
                 plugin.global_batch_size = global_batch_size(micro, plugin.num_micro_batches, topology.data_size)
-            if id(one) not in made:
-                made[id(one)] = open_loaders(
-                    one.dataset_args,
+            if id(placeholder) not in made:
+                made[id(placeholder)] = open_loaders(
+                    placeholder.dataset_args,
                     rows=micro * plugin.num_micro_batches,
                     seq_length=plugin.seq_length or 1024,
                     seed=seed,
@@ -167,8 +167,8 @@ class MegatronLM(LibraryEngine):
                     copies=topology.data_size,
                     begin=plugin.consumed_samples,
                 )
-        loaders = [made[id(one)][number] for number, one in enumerate(placeholders)]
-        self.prepared.custom.extend(one for one in loaders if one is not None)
+        loaders = [made[id(placeholder)][number] for number, placeholder in enumerate(placeholders)]
+        self.prepared.custom.extend(loader for loader in loaders if loader is not None)
         return loaders
 
     def _optimizer(self, given: Optimizer, rates: Mapping[str, Any], preparation: Preparing) -> Any:
@@ -264,10 +264,10 @@ class MegatronLM(LibraryEngine):
         return dict(model.state_dict())
 
 
-def _new_optimizer(one: Any) -> bool:
+def _new_optimizer(item: Any) -> bool:
     from orc.runtime.train.optimizer import AcceleratedOptimizer
 
-    return isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer)
+    return isinstance(item, Optimizer) and not isinstance(item, AcceleratedOptimizer)
 
 
 def _rates(optimizer: Any, model: nn.Module) -> dict[str, tuple[float, float]]:

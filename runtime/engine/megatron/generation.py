@@ -178,20 +178,20 @@ def _searched(model: GeneratingModel, prompt: Tensor, end: int, beams: int, pena
     tokens, scores = prompt, torch.zeros(1, device=prompt.device)
     finished: list[tuple[float, Tensor]] = []
     for place in range(begin, end):
-        found = scores[:, None] + next_scores(model, tokens).log_softmax(-1)
-        vocabulary = found.shape[-1]
-        best, index = found.flatten().topk(min(2 * beams, found.numel()))
+        sums = scores[:, None] + next_scores(model, tokens).log_softmax(-1)
+        vocabulary = sums.shape[-1]
+        best, index = sums.flatten().topk(min(2 * beams, sums.numel()))
         tokens = torch.cat([tokens[index // vocabulary], (index % vocabulary)[:, None]], 1)
         ended = tokens[:, -1] == stop if stop is not None else torch.zeros_like(index, dtype=torch.bool)
-        for score, one in zip(best[:beams][ended[:beams]], tokens[:beams][ended[:beams]], strict=True):
-            finished.append((float(score) / (place + 1 - begin) ** penalty, one))
+        for score, beam in zip(best[:beams][ended[:beams]], tokens[:beams][ended[:beams]], strict=True):
+            finished.append((float(score) / (place + 1 - begin) ** penalty, beam))
         tokens, scores = tokens[~ended][:beams], best[~ended][:beams]
         finished = sorted(finished, key=lambda pair: pair[0], reverse=True)[:beams]
         if len(finished) == beams and finished[-1][0] >= float(scores[0]) / (place + 1 - begin) ** penalty:
             break
     else:
         length = max(1, end - begin)
-        finished += [(float(score) / length**penalty, one) for score, one in zip(scores, tokens, strict=True)]
+        finished += [(float(score) / length**penalty, beam) for score, beam in zip(scores, tokens, strict=True)]
     return max(finished, key=lambda pair: pair[0])[1][None]
 
 
@@ -226,7 +226,7 @@ def next_scores(model: GeneratingModel, tokens: Tensor) -> Tensor:
     def forward_step(data_iterator: Iterator[Any], piece: Any) -> tuple[Any, Any]:
         return piece(tokens, positions, None), _last_scores
 
-    found = get_forward_backward_func()(
+    outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iter(()),
         model=model.pieces[0],
@@ -237,7 +237,7 @@ def next_scores(model: GeneratingModel, tokens: Tensor) -> Tensor:
         collect_non_loss_data=True,
     )
     width = model.config.vocab_size
-    scores = found[0][..., :width].float().contiguous() if found else tokens.new_empty(len(tokens), width).float()
+    scores = outputs[0][..., :width].float().contiguous() if outputs else tokens.new_empty(len(tokens), width).float()
     stages = parallel_state.get_pipeline_model_parallel_group()
     if dist.get_world_size(stages) > 1:
         dist.broadcast(scores, dist.get_process_group_ranks(stages)[-1], group=stages)

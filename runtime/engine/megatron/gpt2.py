@@ -53,14 +53,14 @@ class Gpt2(Layout):
 
         That head is the mean of the model's; transposed, the weights are those of Transformers' GPT-BigCode.
         """
-        found = {name: one for name, one in state.items() if self.positions == "absolute" or name != _POSITIONS}
+        weights = {name: one for name, one in state.items() if self.positions == "absolute" or name != _POSITIONS}
         width, heads = self.hf.n_embd, self.hf.n_head
         if self.groups != heads:
-            for name in [one for one in found if ".c_attn." in one]:
-                query, key, value = found[name].split(width, -1)
-                means = [one.unflatten(-1, (heads, -1)).mean(-2) for one in (key, value)]
-                found[name] = torch.cat([query, *means], -1)
-        return found
+            for name in [one for one in weights if ".c_attn." in one]:
+                query, key, value = weights[name].split(width, -1)
+                means = [tensor.unflatten(-1, (heads, -1)).mean(-2) for tensor in (key, value)]
+                weights[name] = torch.cat([query, *means], -1)
+        return weights
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of ``TransformerConfig`` that follow from the model."""
@@ -137,13 +137,13 @@ class Gpt2(Layout):
         Raises:
             ValueError: samples are padded on the left, or too long.
         """
-        found = super().checked(batch)
-        mask = found.pop("attention_mask", None)
+        tensors = super().checked(batch)
+        mask = tensors.pop("attention_mask", None)
         if mask is not None and mask.ndim == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
             raise ValueError(
                 "the batch is padded on the left, which Megatron-LM's GPT has no mask for: pad on the right"
             )
-        return found
+        return tensors
 
     def train_step(self) -> Any:
         """Return the class of the train step, where the plug-in names no other."""

@@ -144,7 +144,7 @@ class IndexedLoader:
         first = self.consumed + self._place * self._rows
         samples = [self.windows[first + row] for row in range(self._rows)]
         self.consumed += self._rows * self._copies
-        return {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
+        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
     def state_dict(self) -> dict[str, int]:
         """Return how many samples were given."""

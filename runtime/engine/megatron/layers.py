@@ -20,9 +20,9 @@ def with_layers(spec: Any, attention: type[nn.Module], norm: type[nn.Module]) ->
     for name in ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"):
         if name != "pre_cross_attn_layernorm" or getattr(parts.cross_attention, "submodules", None) is not None:
             setattr(parts, name, norm)
-    for one in (parts.self_attention, parts.cross_attention):
-        if getattr(one, "submodules", None) is not None:
-            one.submodules.core_attention = attention
+    for part in (parts.self_attention, parts.cross_attention):
+        if getattr(part, "submodules", None) is not None:
+            part.submodules.core_attention = attention
     return made
 
 
@@ -96,14 +96,14 @@ class CoreAttention(nn.Module):
 
     def _product(self, query: Tensor, key: Tensor, value: Tensor, added: Tensor | None) -> Tensor:
         if key.shape[2] != query.shape[2]:  # several heads share one of keys and values
-            key, value = (one.repeat_interleave(query.shape[2] // one.shape[2], dim=2) for one in (key, value))
-        query, key, value = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+            key, value = (tensor.repeat_interleave(query.shape[2] // tensor.shape[2], dim=2) for tensor in (key, value))
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         causal = self.causal and added is None
         dropout = self.dropout if self.training else 0.0
-        found = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             query, key, value, attn_mask=added, is_causal=causal, scale=self.scale, dropout_p=dropout
         )
-        return found.permute(2, 0, 1, 3).flatten(2)
+        return attended.permute(2, 0, 1, 3).flatten(2)
 
 
 def slopes(heads: int) -> Tensor:
@@ -112,9 +112,9 @@ def slopes(heads: int) -> Tensor:
     Other numbers take every other slope of the next power of two for what is missing.
     """
     base = 2 ** (heads.bit_length() - 1)
-    found = [2 ** (-8 * (index + 1) / base) for index in range(base)]
-    found += [2 ** (-4 * (2 * index + 1) / base) for index in range(heads - base)]
-    return torch.tensor(found)
+    powers = [2 ** (-8 * (index + 1) / base) for index in range(base)]
+    powers += [2 ** (-4 * (2 * index + 1) / base) for index in range(heads - base)]
+    return torch.tensor(powers)
 
 
 class LayerNorm(nn.LayerNorm):

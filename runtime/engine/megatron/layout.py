@@ -72,13 +72,13 @@ class Layout(ABC):
         layers = plugin.num_layers_per_virtual_pipeline_stage
         self.pieces = virtual_stages(self.shape.layers, plugin.pp_degree, layers)
         state = model.state_dict()
-        self.shapes = {name: tuple(one.shape) for name, one in self.adopted(state).items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.adopted(state).items()}
         self.tied = self.head in state and state[self.head].data_ptr() == state[self.embedding].data_ptr()
         divisor = int(plugin.others.get("make_vocab_size_divisible_by", 128))
         self.rows = plugin.padded_vocab_size = padded_vocabulary(self.hf.vocab_size, plugin.tp_degree, divisor)
         self.config: TransformerConfig = self.configured(self.settings())
-        places = {state[name].data_ptr(): name for one in self.weights() for name in one.theirs if name in state}
-        known = {name for one in self.weights() for name in one.theirs}
+        places = {state[name].data_ptr(): name for weight in self.weights() for name in weight.theirs if name in state}
+        known = {name for weight in self.weights() for name in weight.theirs}
         self.aliases = {name: places[state[name].data_ptr()] for name in self.shapes if name not in known}
 
     def adopted(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

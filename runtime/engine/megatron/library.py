@@ -30,12 +30,12 @@ def megatron() -> Any:
         ImportError: it is not installed, is too old, or cannot be imported; the text says what to do.
     """
     try:
-        found = importlib.util.find_spec("megatron.core")
+        spec = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise ImportError("training with Megatron-LM needs the package megatron-core: pip install megatron-core")
-    from orc.runtime.compat.versions import compare_versions
+    from orc.runtime.core.versions import compare_versions
 
     if not compare_versions("megatron-core", ">=", _OLDEST):
         raise ImportError(f"megatron-core is too old: {_OLDEST} or later is needed")

@@ -28,8 +28,8 @@ class Masters:
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the tensor that is trained for *parameter*; `None` where other processes have all of it."""
         if not self._shards:
-            found: Tensor = getattr(parameter, "main_param", parameter)
-            return found
+            master: Tensor = getattr(parameter, "main_param", parameter)
+            return master
         place = self._inner.model_param_group_index_map.get(parameter)
         if place is None:
             return None
@@ -65,5 +65,5 @@ class Masters:
                 main.copy_(self.share(parameter, whole))
 
     def _range(self, parameter: nn.Parameter) -> slice:
-        found = self._inner._get_model_param_range_map(parameter)["param"]
-        return slice(found.start, found.end)
+        ranges = self._inner._get_model_param_range_map(parameter)["param"]
+        return slice(ranges.start, ranges.end)

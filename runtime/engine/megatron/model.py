@@ -132,11 +132,11 @@ class MegatronModel(nn.Module):
         count = self._plugin.num_micro_batches
         if missing := -rows % count:
             fill = torch.arange(missing, device=tensors["input_ids"].device) % rows
-            tensors = {name: torch.cat([one, one[fill]]) for name, one in tensors.items()}
+            tensors = {name: torch.cat([tensor, tensor[fill]]) for name, tensor in tensors.items()}
         if self._plugin.sequence_parallelism and (gap := -length % self._plugin.tp_degree):
             tensors = _lengthened(tensors, gap)
-        parts = {name: one.to(self._ctx.device).chunk(count) for name, one in tensors.items()}
-        return rows, [{name: one[index] for name, one in parts.items()} for index in range(count)]
+        parts = {name: tensor.to(self._ctx.device).chunk(count) for name, tensor in tensors.items()}
+        return rows, [{name: part[index] for name, part in parts.items()} for index in range(count)]
 
     def _collected(self, reports: list[dict[str, Any]], rows: int) -> tuple[Tensor, Tensor | None]:
         """Return the mean loss, which every stage learns, and the logits."""
@@ -144,7 +144,7 @@ class MegatronModel(nn.Module):
         logits = None
         if reports:
             losses = [next(iter(report.values())) for report in reports]
-            loss = torch.stack([one.detach().float().reshape(()) for one in losses]).mean()
+            loss = torch.stack([loss.detach().float().reshape(()) for loss in losses]).mean()
             if "logits" in reports[0]:
                 logits = torch.cat([report["logits"] for report in reports])[:rows]
         stages = parallel_state.get_pipeline_model_parallel_group()
@@ -211,11 +211,11 @@ class MegatronModel(nn.Module):
 def _lengthened(tensors: Mapping[str, Tensor], gap: int) -> dict[str, Tensor]:
     """Return *tensors* with *gap* more tokens at the end, which do not count."""
     labels = tensors.get("labels", tensors["input_ids"])
-    found = {**tensors, "labels": labels}
+    inputs = {**tensors, "labels": labels}
     width = tensors["input_ids"].shape[1]
     return {
-        name: nn.functional.pad(one, (0, gap), value=-100 if name == "labels" else 0)
-        if one.ndim > 1 and one.shape[1] == width
-        else one
-        for name, one in found.items()
+        name: nn.functional.pad(tensor, (0, gap), value=-100 if name == "labels" else 0)
+        if tensor.ndim > 1 and tensor.shape[1] == width
+        else tensor
+        for name, tensor in inputs.items()
     }

@@ -120,8 +120,8 @@ class _NamedType:
         self._convert = parameter.type
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._convert(*args, **kwargs)
-        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+        made = self._convert(*args, **kwargs)
+        return made.replace("torch.", "torch.cuda.", 1) if isinstance(made, str) else made
 
 
 def adapt() -> RegionRandom:

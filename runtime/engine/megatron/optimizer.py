@@ -35,7 +35,9 @@ def check_optimizer(optimizer: Any) -> None:
         if any(group.get(setting) for group in optimizer.param_groups):
             raise ValueError(f"{name}({setting}=...): Megatron-LM's optimizer has no {setting}")
     names = ("betas", "eps", "momentum")
-    if any(group.get(one) != optimizer.param_groups[0].get(one) for group in optimizer.param_groups for one in names):
+    if any(
+        group.get(name) != optimizer.param_groups[0].get(name) for group in optimizer.param_groups for name in names
+    ):
         raise ValueError(f"{name}: {', '.join(names)} must be the same in all groups for Megatron-LM's optimizer")
 
 
@@ -45,16 +47,16 @@ def rates_by_name(optimizer: Any, model: nn.Module) -> dict[str, tuple[float, fl
     Raises:
         ValueError: a parameter that *optimizer* does not train; Megatron-LM trains them all.
     """
-    rates = {id(one): (float(group["lr"]), float(group.get("weight_decay", 0))) for group in optimizer.param_groups
-             for one in group["params"]}  # fmt: skip
+    rates = {id(parameter): (float(group["lr"]), float(group.get("weight_decay", 0)))
+             for group in optimizer.param_groups for parameter in group["params"]}  # fmt: skip
     named = dict(model.named_parameters())
-    frozen = [name for name, one in named.items() if id(one) not in rates or not one.requires_grad]
+    frozen = [name for name, weight in named.items() if id(weight) not in rates or not weight.requires_grad]
     if frozen:
         raise ValueError(
             f"the optimizer does not train {', '.join(frozen[:3])}{'...' if len(frozen) > 3 else ''}: Megatron-LM's "
             "engine trains all parameters of the model; give them to the optimizer"
         )
-    return {name: rates[id(one)] for name, one in named.items()}
+    return {name: rates[id(weight)] for name, weight in named.items()}
 
 
 class MegatronOptimizer:
@@ -190,7 +192,7 @@ class MegatronOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state by Transformers' names, on every process. Collective."""
         own, masters = self.inner.optimizer.state, self.masters
-        names = sorted({name for values in own.values() for name, one in values.items() if _like_parameter(one)})
+        names = sorted({name for values in own.values() for name, value in values.items() if _like_parameter(value)})
         every = sorted(set(gather_object(names)))  # a stage whose optimizer has made no update has none
 
         def take(name: str, parameter: nn.Parameter) -> Tensor:
@@ -199,11 +201,11 @@ class MegatronOptimizer:
 
         moments = {name: states.gathered(self._model.layout, self._model.bare, partial(take, name)) for name in every}
         steps = gather_object([float(values["step"]) for values in own.values() if "step" in values])
-        groups = [{key: value for key, value in one.items() if key != "params"} for one in self.param_groups]
-        found = {"moments": moments, "step": max(steps, default=0.0), "param_groups": groups}
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        state = {"moments": moments, "step": max(steps, default=0.0), "param_groups": groups}
         if (scaler := getattr(self._single, "grad_scaler", None)) is not None:
-            found["scale"] = scaler.state_dict()
-        return found
+            state["scale"] = scaler.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, at whatever layout, on every process.

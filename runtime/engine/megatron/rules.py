@@ -156,10 +156,10 @@ def check_others(plugin: MegatronLMPlugin, known: type) -> dict[str, Any]:
     """
     # A vocabulary and its merges are what Megatron-LM's own server of generated texts needs; here tokens are numbers.
     own = ("make_vocab_size_divisible_by", "position_embedding_type", "attention_head_type", "vocab_file", "merge_file")
-    fields = {one.name for one in dataclasses.fields(known)}
+    fields = {field.name for field in dataclasses.fields(known)}
     taken = ("num_layers", "hidden_size", "num_attention_heads", "tensor_model_parallel_size", "sequence_parallel",
              "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "ffn_hidden_size")  # fmt: skip
-    found = {}
+    others = {}
     for name, value in plugin.others.items():
         if name in own:
             continue
@@ -169,5 +169,5 @@ def check_others(plugin: MegatronLMPlugin, known: type) -> dict[str, Any]:
             from orc.runtime.core.parsing import nearest
 
             raise ValueError(f"other_megatron_args: nothing takes {name!r}{nearest(name, [*own, *fields])}")
-        found[name] = value
-    return found
+        others[name] = value
+    return others

@@ -36,7 +36,7 @@ def gathered(layout: Layout, pieces: Sequence[nn.Module], take: Take) -> dict[st
         pieces: this process's.
         take: a tensor of the parameter's shape: itself, or a moment of the optimizer.
     """
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     stages = parallel_state.get_pipeline_model_parallel_group()
     ranks = dist.get_process_group_ranks(stages)
     for weight in layout.weights():
@@ -50,8 +50,8 @@ def gathered(layout: Layout, pieces: Sequence[nn.Module], take: Take) -> dict[st
                 whole = torch.empty(layout.shapes[name], device=layout.device)
             if len(ranks) > 1:
                 dist.broadcast(whole, ranks[weight.stage], group=stages)
-            found[name] = whole.to("cpu", copy=True)
-    return {name: found[layout.aliases.get(name, name)] for name in layout.shapes}
+            weights[name] = whole.to("cpu", copy=True)
+    return {name: weights[layout.aliases.get(name, name)] for name in layout.shapes}
 
 
 def scattered(

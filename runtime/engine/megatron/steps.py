@@ -159,10 +159,10 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
 
     group = parallel_state.get_data_parallel_group()
 
-    def gather(one: Tensor) -> Tensor:
-        one = one.reshape(1) if one.ndim == 0 else one.contiguous()
-        parts = [torch.empty_like(one) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, one, group=group)
+    def gather(tensor: Tensor) -> Tensor:
+        tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor, group=group)
         return torch.cat(parts)
 
     return recursively_apply(gather, tensor)

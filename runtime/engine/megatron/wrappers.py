@@ -10,8 +10,8 @@ from orc.runtime.train.scheduler import AcceleratedScheduler
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import GradientRecord
-    from orc.runtime.engine import Engine
     from orc.runtime.engine.megatron.optimizer import MegatronOptimizer
+    from orc.runtime.train.engine import Engine
 
 
 class MegatronLMOptimizerWrapper(AcceleratedOptimizer):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
+from orc.runtime.core.environment import JobFacts, LaunchEnvironment, Platform
 from orc.runtime.launch.environment import hydra, openmpi, orc, single, slurm, torchrun
-from orc.runtime.launch.environment.base import JobFacts, LaunchEnvironment, Platform
 
 # The innermost launcher wins: torchrun inside an srun step sets RANK, and those ranks are the ones that train.
 PLATFORMS: tuple[Platform, ...] = cast("tuple[Platform, ...]", (orc, torchrun, openmpi, hydra, slurm, single))

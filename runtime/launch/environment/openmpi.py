@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 
+from orc.runtime.core.environment import LaunchEnvironment, integer
 from orc.runtime.core.errors import LaunchError
-from orc.runtime.launch.environment.base import LaunchEnvironment, integer
 
 NAME = "openmpi"
 _PORTS = range(20000, 30000)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from orc.runtime.core.environment import JobFacts, LaunchEnvironment, integer
 from orc.runtime.launch.environment import torchrun
-from orc.runtime.launch.environment.base import JobFacts, LaunchEnvironment, integer
 
 NAME = "orc"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from orc.runtime.launch.environment.base import LaunchEnvironment
+from orc.runtime.core.environment import LaunchEnvironment
 
 NAME = "single"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from orc.runtime.core.environment import LaunchEnvironment, integer
 from orc.runtime.core.errors import LaunchError
-from orc.runtime.launch.environment.base import LaunchEnvironment, integer
 
 NAME = "slurm"
 _PORTS = range(20000, 30000)  # below the usual ephemeral range (32768-60999), so that no client socket sits on it

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from orc.runtime.core.environment import LaunchEnvironment, integer
 from orc.runtime.core.errors import LaunchError
-from orc.runtime.launch.environment.base import LaunchEnvironment, integer
 
 NAME = "torchrun"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

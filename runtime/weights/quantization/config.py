@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from orc.runtime.compat.availability import is_4bit_bnb_available, is_8bit_bnb_available, is_torchao_available
+from orc.runtime.core.availability import is_4bit_bnb_available, is_8bit_bnb_available, is_torchao_available
 
 if TYPE_CHECKING:
     from orc.runtime.weights.quantization.scheme import Scheme
@@ -142,18 +142,18 @@ def _not_lists(config: Any, *names: str) -> list[str]:
     wrong = []
     for name in names:
         value = getattr(config, name)
-        listed = isinstance(value, (list, tuple, set)) and all(isinstance(one, str) for one in value)
+        listed = isinstance(value, (list, tuple, set)) and all(isinstance(item, str) for item in value)
         if value is not None and not listed:
             wrong.append(f"{name}={value!r} is no list of names")
     return wrong
 
 
 def _dtype(value: Any, name: str, wrong: list[str]) -> torch.dtype | None:
-    found = value
+    dtype = value
     if isinstance(value, str):
-        found = _SHORT.get(value) or getattr(torch, value.removeprefix("torch."), value)
-    if found is None or (isinstance(found, torch.dtype) and found.is_floating_point):
-        return found
+        dtype = _SHORT.get(value) or getattr(torch, value.removeprefix("torch."), value)
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
     wrong.append(f"{name}={value!r} is none of 'fp32', 'fp16', 'bf16' and no floating-point dtype of torch")
     return None
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from orc.runtime.weights.device_map import find_tied_parameters
+from orc.runtime.memory.device_map import find_tied_parameters
 from orc.runtime.weights.quantization.config import QuantizationConfig
 from orc.runtime.weights.quantization.scheme import Scheme
 
@@ -28,15 +28,15 @@ def layers_to_quantize(model: nn.Module, config: QuantizationConfig, scheme: Sch
     in_fp32 = list(config.keep_in_fp32_modules or ())
     _warn_of_unknown(model, [*(config.skip_modules or ()), *in_fp32])
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    found = [name for name in linear if not named_by(name, kept) and not named_by(name, in_fp32)]
-    problems = [f"{name}: {why}" for name in found if (why := scheme.problem(linear[name]))]
+    chosen = [name for name in linear if not named_by(name, kept) and not named_by(name, in_fp32)]
+    problems = [f"{name}: {why}" for name in chosen if (why := scheme.problem(linear[name]))]
     if problems:
         raise ValueError(
             f"{len(problems)} layers cannot be quantized: {'; '.join(problems[:20])}. Name them in skip_modules"
         )
-    if not found:
+    if not chosen:
         logger.warning("nothing is quantized: the model has no linear layers, or all of them are skipped")
-    return found
+    return chosen
 
 
 def named_by(name: str, modules: Sequence[str]) -> bool:
@@ -50,26 +50,26 @@ def output_layers(model: nn.Module) -> list[str]:
     last = [name for name, _ in model.named_parameters()][-1:]
     named = getattr(model, "get_output_embeddings", None)  # models of Transformers say it
     output = named() if callable(named) else None
-    found = {name.rpartition(".")[0] for name in (*tied, *last)}
-    return sorted(found | {name for name, module in model.named_modules() if output is not None and module is output})
+    outputs = {name.rpartition(".")[0] for name in (*tied, *last)}
+    return sorted(outputs | {name for name, module in model.named_modules() if output is not None and module is output})
 
 
 def special_dtypes(
     model: nn.Module, layers: Sequence[str], config: QuantizationConfig, scheme: Scheme
 ) -> dict[str, torch.dtype | str]:
     """Return the data types, by name, of the weights of *model* that will not have `torch_dtype`."""
-    found: dict[str, torch.dtype | str] = {f"{layer}.weight": scheme.size_dtype for layer in layers}
+    dtypes: dict[str, torch.dtype | str] = {f"{layer}.weight": scheme.size_dtype for layer in layers}
     in_fp32 = list(config.keep_in_fp32_modules or ())
     for name, value in model.named_parameters():
         if value.is_floating_point() and named_by(name, in_fp32):
-            found[name] = torch.float32
-    return found
+            dtypes[name] = torch.float32
+    return dtypes
 
 
 def _warn_of_unknown(model: nn.Module, names: Sequence[str]) -> None:
     modules = [name for name, _ in model.named_modules() if name]
     for name in names:
         if not any(named_by(module, [name]) for module in modules):
-            near = difflib.get_close_matches(name, [*modules, *(one.rpartition(".")[2] for one in modules)], n=1)
+            near = difflib.get_close_matches(name, [*modules, *(module.rpartition(".")[2] for module in modules)], n=1)
             hint = f"; is it {near[0]}?" if near else ""
             logger.warning("the model has no module %s, which is not to be quantized%s", name, hint)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from orc.runtime.memory.device_map import MaxMemory, find_tied_parameters, retie_parameters
 from orc.runtime.weights.alignment import Device, as_device
 from orc.runtime.weights.checkpoint_fit import check_fit, checkpoint_weights
-from orc.runtime.weights.device_map import MaxMemory, find_tied_parameters, retie_parameters
 from orc.runtime.weights.dispatch import (
     check_plan,
     computing_device,
@@ -129,9 +129,9 @@ class _Weights:
 
     def take(self, name: str) -> Source | None:
         """Return the weight *name*, also where the checkpoint has it under another name of the model; once."""
-        for one in (name, *self.names.get(name, ())):
-            if one in self.found:
-                return self.found.pop(one) if one == name else self.found[one]
+        for known in (name, *self.names.get(name, ())):
+            if known in self.found:
+                return self.found.pop(known) if known == name else self.found[known]
         return None
 
 

@@ -60,9 +60,9 @@ class Scheme(ABC):
 def quantization_of(model: nn.Module) -> Scheme | None:
     """Return how *model*, or a model in it, is quantized; `None` where it is not."""
     for module in model.modules():
-        found = vars(module).get("quantization")
-        if isinstance(found, Scheme):
-            return found
+        scheme = vars(module).get("quantization")
+        if isinstance(scheme, Scheme):
+            return scheme
     return None
 
 
@@ -97,7 +97,7 @@ def refuse_to_spread(model: nn.Module, ways: Iterable[str], titles: Mapping[str,
         ContextError: there is one; the same on every rank.
     """
     scheme = quantization_of(model)
-    way = None if scheme is None else next((one for one in ways if one in scheme.apart), None)
+    way = None if scheme is None else next((way for way in ways if way in scheme.apart), None)
     if scheme is not None and way is not None:
         raise ContextError(f"{scheme.label} weights do not go with {titles[way]}: {scheme.instead}")
 
@@ -110,7 +110,7 @@ def refuse_to_optimize(parameters: Iterable[Tensor], models: Iterable[nn.Module]
     """
     if any(parameter.requires_grad for parameter in parameters):
         return
-    scheme = next((found for model in models if (found := quantization_of(model)) is not None), None)
+    scheme = next((quantized for model in models if (quantized := quantization_of(model)) is not None), None)
     if scheme is not None:
         raise ValueError(_without_adapters(scheme))
 

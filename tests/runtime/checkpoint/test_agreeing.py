@@ -10,7 +10,7 @@ from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 from orc.runtime.checkpoint.replication import barrier as module
 from orc.runtime.checkpoint.replication import relay
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error, wait_for_readers
-from orc.runtime.collectives.store import ANSWER_S, LocalStore, StoreError, StoreTimeout
+from orc.runtime.core.store import ANSWER_S, LocalStore, StoreError, StoreTimeout
 
 
 class Store(LocalStore):

@@ -18,7 +18,7 @@ from orc.runtime.checkpoint.replication.replicas import complete, provide
 from orc.runtime.checkpoint.replication.sites import Sites, Survey
 from orc.runtime.checkpoint.storage.durable import HashingFile, write_file
 from orc.runtime.checkpoint.storage.verifying import checksum
-from orc.runtime.collectives.store import LocalStore, StoreError
+from orc.runtime.core.store import LocalStore, StoreError
 
 
 def said(act, kind=CheckpointError):

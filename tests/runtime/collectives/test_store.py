@@ -11,8 +11,8 @@ from datetime import timedelta
 import pytest
 
 from orc.runtime.collectives import store_connection
-from orc.runtime.collectives.store import LocalStore, StoreError, StoreTimeout
 from orc.runtime.collectives.store_server import STRANGERS, RemoteStore, StoreServer, open_store
+from orc.runtime.core.store import LocalStore, StoreError, StoreTimeout
 
 KEY = b"k" * 32
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import orc.runtime
-from orc.runtime.compat import availability, colab
-from orc.runtime.compat.availability import is_package
+from orc.runtime.compat import colab
+from orc.runtime.core import availability
+from orc.runtime.core.availability import is_package
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from orc.runtime import Accelerator, AcceleratorState, PartialState, RunContext, use_context
+from orc.runtime.core.environment import LaunchEnvironment
 from orc.runtime.core.process_control import split
-from orc.runtime.launch.environment import LaunchEnvironment
 
 
 def fake_rank(rank, servers=2, per_server=4):

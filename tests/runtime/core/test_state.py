@@ -14,7 +14,7 @@ from orc.runtime import (
     current_context,
     use_context,
 )
-from orc.runtime.launch.environment import LaunchEnvironment
+from orc.runtime.core.environment import LaunchEnvironment
 
 
 def a_context(**changes):

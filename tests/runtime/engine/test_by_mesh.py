@@ -16,8 +16,8 @@ from orc.runtime import (
     TorchTensorParallelConfig,
 )
 from orc.runtime.engine.by_mesh import groups_of_one_kind
-from orc.runtime.engine.norms import clip_values
 from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin as Plugin
+from orc.runtime.parallel.norms import clip_values
 from orc.runtime.parallel.shards import local_part, whole
 
 STEPS = 3

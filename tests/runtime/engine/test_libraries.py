@@ -22,7 +22,7 @@ DOCUMENTED = {
     "__init__.pyi",
     "accelerator.py",
     "attributes.py",
-    "compat/availability.py",  # is_deepspeed_available
+    "core/availability.py",  # is_deepspeed_available
     "core/config.py",  # sections of a job file
     "core/deepspeed_keys.py",
     "core/enums.py",  # DistributedType
@@ -32,11 +32,11 @@ DOCUMENTED = {
     "core/parallelism.py",
     "core/parallelism_handlers.py",  # DeepSpeedSequenceParallelConfig
     "core/parallelism_settings.py",  # sp_backend
-    "core/state.py",
     "engine/deepspeed/plugin.py",  # enable_msamp
     "parallel/sequence.py",  # sp_backend
+    "state.py",
     "stand_ins/names.py",  # modules of the package that the runtime stands in for
-    "train/preparing.py",  # deepspeed_ulysses_dl_adapter
+    "preparing.py",  # deepspeed_ulysses_dl_adapter
     "utils/__init__.py",
     "utils/deepspeed.py",
     "weights/parallel_memory.py",  # what to train a layout with

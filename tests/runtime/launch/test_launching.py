@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from orc.runtime.core.environment import LaunchEnvironment
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.launch.device import _cuda_index, collective_backend, process_group_backend
-from orc.runtime.launch.environment import LaunchEnvironment
 from orc.runtime.launch.process_group import settle
 
 SCRIPT = """

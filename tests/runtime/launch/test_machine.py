@@ -10,7 +10,7 @@ import torch
 
 import orc.runtime
 from orc.runtime import RunContext, get_grad_scaler, get_mixed_precision_context_manager, tqdm, use_context
-from orc.runtime.compat import availability
+from orc.runtime.core import availability
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.launch import numa
 from orc.runtime.launch.device import binds, claim_gpu, select_device

@@ -242,7 +242,7 @@ def test_schedules_and_replicas_learn_the_same(run_ranks):
         found[2].eval()
         torch.testing.assert_close(found[2](data[-1][0]), alone(data[-1][0]), rtol=1e-4, atol=1e-4)
 
-        from orc.runtime.engine.norms import total_norm
+        from orc.runtime.parallel.norms import total_norm
 
         # Sums, divided by the number of rows; stages that the script names.
         accelerator = accelerator_for(2, schedule="gpipe", loss_fn=sum_loss, loss_reduction="sum", num_microbatches=2,

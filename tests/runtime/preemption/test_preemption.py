@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from orc.runtime import Accelerator
 from orc.runtime.checkpoint.format.manifest import read_manifest
-from orc.runtime.collectives.store import LocalStore, StoreTimeout
 from orc.runtime.core.context import current_context, reset_default
+from orc.runtime.core.store import LocalStore, StoreTimeout
 from orc.runtime.preemption.preemption import Preempted, Preemption, PreemptionError
 
 pytestmark = pytest.mark.distributed

@@ -8,7 +8,7 @@ import sys
 
 def test_a_check_that_fails_on_one_rank_fails_the_whole(run_ranks, tmp_path):
     def run():
-        from orc.runtime.testing import self_test
+        from orc.runtime import self_test
 
         def broken(accelerator):
             if accelerator.process_index == 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orc.runtime.compat.availability import is_package
+from orc.runtime.core.availability import is_package
 
 STAND_INS = Path(__file__).with_name("standins")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from orc.runtime import Accelerator, RunContext, set_seed, synchronize_rng_state, synchronize_rng_states, use_context
-from orc.runtime.compat.availability import is_package
+from orc.runtime.core.availability import is_package
 
 
 def draws():

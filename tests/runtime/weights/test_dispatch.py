@@ -33,8 +33,8 @@ from orc.runtime.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from orc.runtime.memory.device_map import find_tied_parameters
 from orc.runtime.weights import offload
-from orc.runtime.weights.device_map import find_tied_parameters
 from orc.runtime.weights.loading import save_model
 
 META = torch.device("meta")

@@ -55,7 +55,7 @@ def create_model(model_name, pretrained=False, **kwargs):
 PROGRAM = """
 import json, sys
 from orc.runtime.weights.named_models import ModelNotFound, empty_model
-from orc.runtime.weights.sizes import estimate_memory
+from orc.runtime.memory.sizes import estimate_memory
 def row(arguments):
     try:
         model = empty_model(*arguments)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from orc.runtime import check_device_map, get_balanced_memory, infer_auto_device_map
-from orc.runtime.weights.sizes import element_size
+from orc.runtime.memory.sizes import element_size
 
 
 class Tree(nn.Module):

@@ -19,7 +19,7 @@ def xla_ranks(run_ranks):
         def start(function, *args):
             import sys
 
-            from orc.runtime.compat.availability import is_package
+            from orc.runtime.core.availability import is_package
 
             sys.path.insert(0, str(fake))
             is_package.cache_clear()

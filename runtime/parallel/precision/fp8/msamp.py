@@ -51,10 +51,10 @@ class MSAMP(FP8Backend):
 
         models = [
             index
-            for index, one in enumerate(objects)
-            if isinstance(one, nn.Module) and extract_model_from_parallel(one) not in self._made
+            for index, item in enumerate(objects)
+            if isinstance(item, nn.Module) and extract_model_from_parallel(item) not in self._made
         ]
-        optimizers = [index for index, one in enumerate(objects) if isinstance(one, Optimizer)]
+        optimizers = [index for index, item in enumerate(objects) if isinstance(item, Optimizer)]
         if not models:
             return objects
         if len(models) > 1 or len(optimizers) != 1:

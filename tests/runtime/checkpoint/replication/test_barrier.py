@@ -10,8 +10,8 @@ import pytest
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.replication import barrier as barrier_module
 from orc.runtime.checkpoint.replication.barrier import Barrier, wait_for_readers
-from orc.runtime.collectives.store import LocalStore
 from orc.runtime.collectives.store_server import RemoteStore, StoreServer
+from orc.runtime.core.store import LocalStore
 
 KEY = b"k" * 32
 

@@ -10,7 +10,7 @@ import torch
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.replication.barrier import Barrier
 from orc.runtime.checkpoint.state.planning import ShardPlans
-from orc.runtime.collectives.store import LocalStore
+from orc.runtime.core.store import LocalStore
 
 RANKS = 4
 

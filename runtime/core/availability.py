@@ -19,7 +19,7 @@ def is_cuda_available() -> bool:
     """Return whether CUDA (or ROCm) is usable. Queries the driver, never initialises the device: forking stays safe."""
     import torch
 
-    from orc.runtime.compat.patching import patch_environment
+    from orc.runtime.core.patching import patch_environment
 
     with patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
         return bool(torch.cuda.is_available())
@@ -29,7 +29,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     """Return whether Apple's Metal (MPS) is usable, with torch *min_version* or newer."""
     import torch
 
-    from orc.runtime.compat.versions import is_torch_version
+    from orc.runtime.core.versions import is_torch_version
 
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available() and torch.backends.mps.is_built()
 
@@ -206,7 +206,7 @@ is_wandb_available = _package("wandb", "the tracker Weights & Biases")
 
 def is_torchdata_stateful_dataloader_available() -> bool:
     """Return whether torchdata with a `StatefulDataLoader` (0.8.0 and newer) is installed."""
-    from orc.runtime.compat.versions import compare_versions
+    from orc.runtime.core.versions import compare_versions
 
     return is_torchdata_available() and compare_versions("torchdata", ">=", "0.8.0")
 
@@ -228,14 +228,14 @@ def is_tensorboard_available() -> bool:
 
 def is_4bit_bnb_available() -> bool:
     """Return whether bitsandbytes with 4-bit support is installed."""
-    from orc.runtime.compat.versions import compare_versions
+    from orc.runtime.core.versions import compare_versions
 
     return is_bnb_available() and compare_versions("bitsandbytes", ">=", "0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
     """Return whether bitsandbytes with 8-bit support is installed."""
-    from orc.runtime.compat.versions import compare_versions
+    from orc.runtime.core.versions import compare_versions
 
     return is_bnb_available() and compare_versions("bitsandbytes", ">=", "0.37.2")
 
@@ -247,6 +247,6 @@ def is_pippy_available() -> bool:
 
 def is_weights_only_available() -> bool:
     """Return whether ``torch.load`` can be used with ``weights_only=True`` (torch 2.4 and newer)."""
-    from orc.runtime.compat.versions import is_torch_version
+    from orc.runtime.core.versions import is_torch_version
 
     return is_torch_version(">=", "2.4.0")

@@ -29,7 +29,7 @@ def clip_norm(
     *sharded* says that some may be DTensors; then all processes call it. *over*: see `total_norm`.
     """
     if not sharded:
-        gradients = [one.grad for one in parameters if one.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not _alike(gradients):
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         with torch.no_grad():  # the same operations, without torch's looking for groups: half of a small model's time
@@ -114,7 +114,7 @@ def _alike(gradients: Sequence[Tensor]) -> bool:
 
 def _over_group(group: ProcessGroup, device: torch.device, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of all gradients that the ranks of *group* have parts of, on *device*; collective."""
-    held = [one for one in gradients if one.numel()]
+    held = [gradient for gradient in gradients if gradient.numel()]
     local = torch.zeros((), device=device)
     if held:
         local = _combined(torch._foreach_norm(held, norm_type), norm_type).float().to(device)

@@ -39,14 +39,14 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
     if operation not in _OPERATIONS:
         raise ValueError(f"`operation` must be one of {list(_OPERATIONS)}, received {operation}")
     required = str(requirement_version)
-    found = str(library_or_version)
-    if not _is_version(found):
+    version = str(library_or_version)
+    if not _is_version(version):
         import importlib.metadata
 
-        found = importlib.metadata.version(found)
+        version = importlib.metadata.version(version)
     if "+" not in required:
-        found = found.partition("+")[0]
-    return _OPERATIONS[operation](_parse(found), _parse(required))
+        version = version.partition("+")[0]
+    return _OPERATIONS[operation](_parse(version), _parse(required))
 
 
 def is_torch_version(operation: str, version: str) -> bool:

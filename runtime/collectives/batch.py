@@ -29,9 +29,9 @@ def _length(column: Any) -> int | None:
 
 
 def _columns(batch: Any) -> list[Any]:
-    found: list[Any] = []
-    recursively_apply(found.append, batch, test_type=_is_column)
-    return found
+    columns: list[Any] = []
+    recursively_apply(columns.append, batch, test_type=_is_column)
+    return columns
 
 
 def _of_samples(batch: Any) -> bool:

@@ -88,10 +88,10 @@ def _activities(names: Sequence[Any]) -> list[Any]:
     from torch.profiler import ProfilerActivity
 
     known = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
-    found = []
+    activities = []
     for name in names:
         activity = known.get(name.lower()) if isinstance(name, str) else name
         if not isinstance(activity, ProfilerActivity):
             raise ValueError(f"ProfileKwargs: unknown activity {name!r}; this torch has {', '.join(known)}")
-        found.append(activity)
-    return list(dict.fromkeys(found))
+        activities.append(activity)
+    return list(dict.fromkeys(activities))

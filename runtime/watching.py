@@ -6,12 +6,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orc.runtime.checkpoint.methods import Checkpointing
-    from orc.runtime.engine import Engine
+    from orc.runtime.checkpointing import Checkpointing
     from orc.runtime.observe.meter import Meter
     from orc.runtime.observe.spikes import SpikeGuard
     from orc.runtime.observe.watch import Watch
     from orc.runtime.preemption.boundary import Boundary
+    from orc.runtime.train.engine import Engine
 
 
 class Watching:

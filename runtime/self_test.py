@@ -1,4 +1,4 @@
-"""Self-test of a machine or a cluster: ``python -m orc.runtime.testing.self_test`` on every rank; `orc test` starts it.
+"""Self-test of a machine or a cluster: ``python -m orc.runtime.self_test`` on every rank; `orc test` starts it.
 
 Each check runs on all ranks and holds when it holds on each. Rank 0 prints a line for each; with ``--result FILE`` it
 writes them as JSON, with ``--print-result`` it prints that after the word `RESULT`. The exit status is 1 when a check

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
+
+from orc.runtime.core.libraries import libraries
+from orc.runtime.core.prepared import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,8 +21,10 @@ if TYPE_CHECKING:
     from orc.runtime.core.events import Events
     from orc.runtime.core.handlers import TorchDynamoPlugin
     from orc.runtime.core.options import Options
-    from orc.runtime.core.prepared import Prepared, PreparedOptimizer
+    from orc.runtime.core.prepared import PreparedOptimizer
     from orc.runtime.train.normalize import Count, LossNormalizer
+
+_ENGINES = "orc.runtime.engine"
 
 
 class Preparing(Protocol):
@@ -171,3 +177,19 @@ class Engine(Protocol):
         With *unwrap* under the names of the model that the script wrote.
         """
         ...
+
+
+def engine_for(ctx: RunContext, options: Options | None = None, prepared: Prepared | None = None) -> Engine:
+    """Return the engine that trains in *ctx* with *options*, over the objects in *prepared*. Nothing else makes one."""
+    if ctx.library is not None:
+        kind = libraries()[ctx.library.engine].engine()
+    else:
+        kind = importlib.import_module(f"{_ENGINES}.{_name(ctx)}").ENGINE
+    engine: Engine = kind(ctx, options, Prepared() if prepared is None else prepared)
+    return engine
+
+
+def _name(ctx: RunContext) -> str:
+    if ctx.topology_chosen and ctx.topology.size("pp") > 1:
+        return "pipeline"
+    return ctx.compute.engine

@@ -74,7 +74,7 @@ class Checkpointing(StateSaving):
                 (`InitProcessGroupKwargs`, ORC_TIMEOUT_S, otherwise ten minutes); nothing has changed.
             ValueError: there is no directory to write to.
         """
-        if all(one.layout is not Layout.OF_ENGINE for one in self.prepared.records):
+        if all(record.layout is not Layout.OF_ENGINE for record in self.prepared.records):
             _warn_of_unused("save_state", save_model_func_kwargs)
         place = self.save_checkpoint(_place(output_dir), safe_serialization, block, save_model_func_kwargs)
         return str(place)

@@ -1,4 +1,4 @@
-"""Saving and loading one sharded model or optimizer by itself, as scripts do that keep their own checkpoints.
+"""Sharding, saving and loading one model or optimizer by itself, as scripts do that keep their own checkpoints.
 
 `save_state` and `load_state` cover everything at once, and are what to use; these write no manifest.
 """
@@ -26,6 +26,23 @@ from orc.runtime.parallel.shards import whole
 
 if TYPE_CHECKING:
     from orc.runtime.accelerator import Accelerator
+
+
+def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return *model* sharded by FSDP 2, as `Accelerator.prepare` does it.
+
+    Args:
+        accelerator: the Accelerator, which was made with a plug-in of FSDP 2.
+        model: the model.
+
+    Raises:
+        ValueError: the Accelerator has no plug-in of FSDP 2.
+    """
+    if not accelerator.is_fsdp2:
+        raise ValueError(
+            "fsdp2_prepare_model: pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
+        )
+    return accelerator.prepare_model(model)
 
 
 def save_fsdp_model(

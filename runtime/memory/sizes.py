@@ -63,9 +63,9 @@ def dtype_byte_size(dtype: torch.dtype | str) -> float:
     name = str(getattr(dtype, "value", dtype)).removeprefix("torch.")
     if name in _BY_NAME:
         return _BY_NAME[name]
-    found = getattr(torch, name, None)
-    if isinstance(found, torch.dtype):
-        return dtype_byte_size(found)
+    known = getattr(torch, name, None)
+    if isinstance(known, torch.dtype):
+        return dtype_byte_size(known)
     raise ValueError(f"`dtype` is not a valid dtype: {dtype}")
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from orc.runtime.weights.filling import Device, Filling
-from orc.runtime.weights.sizes import (
+from orc.runtime.memory.filling import Device, Filling
+from orc.runtime.memory.sizes import (
     compute_module_sizes,
     convert_file_size_to_int,
     get_max_layer_size,
@@ -38,12 +38,12 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Device, int]:
         ValueError: a limit cannot be read, or belongs to no device.
     """
     if max_memory is None:
-        found: dict[Device, int] = dict(enumerate(_free_memory()))
+        limit_of: dict[Device, int] = dict(enumerate(_free_memory()))
         if not torch.backends.mps.is_available():
-            found["cpu"] = _free_host_memory()
+            limit_of["cpu"] = _free_host_memory()
         else:
-            found["mps"] = _free_host_memory()
-        return found
+            limit_of["mps"] = _free_host_memory()
+        return limit_of
     bad = [key for key in max_memory if not isinstance(key, int) and key not in ("cpu", "mps", "disk")]
     if bad:
         raise ValueError(f"max_memory: {bad[0]!r} is no device; use numbers of accelerators, 'cpu' and 'disk'")
@@ -52,10 +52,10 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Device, int]:
     order = [*sorted(key for key in max_memory if isinstance(key, int)), *(key for key in last if key in max_memory)]
     # Libraries compute limits as fractions of what is free.
     limits = {key: int(limit) if isinstance(limit, float) else limit for key, limit in max_memory.items()}
-    found = {key: convert_file_size_to_int(limits[key]) for key in order}
+    limit_of = {key: convert_file_size_to_int(limits[key]) for key in order}
     if isinstance(max_memory, dict):
-        max_memory.update(found)
-    return found
+        max_memory.update(limit_of)
+    return limit_of
 
 
 def _free_memory() -> list[int]:
@@ -159,10 +159,10 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
         model: the model of the names.
     """
     for group in tied_params:
-        owners = [(model.get_submodule(path), name) for path, _, name in (one.rpartition(".") for one in group)]
-        found = [getattr(owner, name) for owner, name in owners]
-        there = [one for one in found if one is not None]
-        kept = next((one for one in there if not one.is_meta), there[0] if there else None)
+        owners = [(model.get_submodule(path), name) for path, _, name in (tied.rpartition(".") for tied in group)]
+        parameters = [getattr(owner, name) for owner, name in owners]
+        there = [tied for tied in parameters if tied is not None]
+        kept = next((tied for tied in there if not tied.is_meta), there[0] if there else None)
         for owner, name in owners:
             if kept is not None:
                 owner._parameters[name] = kept if isinstance(kept, nn.Parameter) else nn.Parameter(kept)

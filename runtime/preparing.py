@@ -23,9 +23,9 @@ from orc.runtime.train.scheduler import AcceleratedScheduler
 if TYPE_CHECKING:
     from orc.runtime.core.handlers import TorchDynamoPlugin
     from orc.runtime.core.options import Options
-    from orc.runtime.engine import Engine
     from orc.runtime.parallel.precision import Precision
-    from orc.runtime.preemption.watching import Watching
+    from orc.runtime.train.engine import Engine
+    from orc.runtime.watching import Watching
 
 
 _TURNS = (nn.Module, DataLoader, Optimizer, LRScheduler)
@@ -142,15 +142,15 @@ class Preparation:
         if is_sharded(model):
             follow_mesh(model, ctx)
         applied = chosen(model, ctx, request)
-        refuse_to_spread(model, (one.name for one in applied))
-        if place and not is_sharded(model) and not any(one.places_parameters for one in applied):
+        refuse_to_spread(model, (parallelizer.name for parallelizer in applied))
+        if place and not is_sharded(model) and not any(parallelizer.places_parameters for parallelizer in applied):
             model = move(model, ctx.device)
         model = self._in_precision(model, request)
         model = compile_model(apply_all(applied, model, ctx, request), self.dynamo)
         record = described(model)
-        for one in applied:
-            if isinstance(one, ChecksGradients) and not evaluation_mode:
-                self._look_once(one, record.bare)
+        for parallelizer in applied:
+            if isinstance(parallelizer, ChecksGradients) and not evaluation_mode:
+                self._look_once(parallelizer, record.bare)
         self.prepared.add_model(record)
         for optimizer in self.prepared.optimizers:  # it may have been prepared before
             follow(optimizer.optimizer)
@@ -195,7 +195,9 @@ class Preparation:
                 return known  # type: ignore[no-any-return]
         from orc.runtime.weights.quantization.scheme import refuse_to_optimize
 
-        refuse_to_optimize((one for group in optimizer.param_groups for one in group["params"]), self.prepared.models)
+        refuse_to_optimize(
+            (parameter for group in optimizer.param_groups for parameter in group["params"]), self.prepared.models
+        )
         follow(getattr(optimizer, "optimizer", optimizer))
         prepared = optimizer
         if not isinstance(prepared, AcceleratedOptimizer):
@@ -273,7 +275,7 @@ class Preparation:
         Raises:
             ValueError: this Accelerator has not prepared *dl*, whose sequences nobody would cut.
         """
-        if self.ctx.topology.size("sp") > 1 and not any(dl is one for one in self.prepared.dataloaders):
+        if self.ctx.topology.size("sp") > 1 and not any(dl is loader for loader in self.prepared.dataloaders):
             raise ValueError(
                 f"deepspeed_ulysses_dl_adapter: this {type(dl).__name__} is not prepared, so that every process along "
                 "sp would get whole sequences; prepare it first: accelerator.prepare(loader)"
@@ -292,5 +294,5 @@ class Preparation:
         return self.options.device_placement if device_placement is None else device_placement
 
 
-def _turn(one: Any) -> int:
-    return next((turn for turn, kind in enumerate(_TURNS) if isinstance(one, kind)), 0)
+def _turn(item: Any) -> int:
+    return next((turn for turn, kind in enumerate(_TURNS) if isinstance(item, kind)), 0)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orc.runtime.weights.sizes import class_names, element_size, top_level
+from orc.runtime.memory.sizes import class_names, element_size, top_level
 
 logger = logging.getLogger(__name__)
 

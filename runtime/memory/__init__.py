@@ -1,0 +1,1 @@
+"""How much memory modules take, and which device holds which of them."""
