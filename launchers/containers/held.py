@@ -12,12 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from orc.launchers.agent.records import RECORD_BYTES, parse_object
+from orc.launchers.containers.helper import wait_for
 from orc.launchers.containers.output import text_of
 from orc.launchers.containers.transport import Channel, ContainerTransport
 from orc.launchers.errors import BackendUnreachable
 
+ENDING_S = 5.0  # until the platform knows that a container has ended
 KEPT = ("agent.json", "cancel.json", "ended.json")
 _LOG = re.compile(r"logs/(rank|node)-([0-9]+)\.log")
+
+
+class NothingRuns(BackendUnreachable):
+    """No container has the files now."""
 
 
 class HeldFiles(ContainerTransport):
@@ -48,9 +54,9 @@ class HeldFiles(ContainerTransport):
         """Start a command in the first container; `None` when it does not run."""
 
     def channel(self, command: Sequence[str]) -> Channel:
-        """See `ContainerTransport.channel`. Raises `FileNotFoundError` when nothing runs."""
+        """See `ContainerTransport.channel`. Raises `NothingRuns`."""
         if (found := self.first(command)) is None:
-            raise FileNotFoundError("no container has it now")
+            raise NothingRuns("the first container does not run", where=self.home)
         return found
 
     def close(self) -> None:
@@ -60,14 +66,18 @@ class HeldFiles(ContainerTransport):
         """See `Transport.write`."""
         if (name := path.removeprefix(f"{self.home}/")) in KEPT:
             self.keep(name, data)
-        if name != "ended.json":
-            with suppress(FileNotFoundError):
+            with suppress(NothingRuns):
                 super().write(path, data, mode=mode)
+        else:
+            super().write(path, data, mode=mode)
 
     def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
         """See `Transport.read`."""
         if (log := _LOG.fullmatch(path.removeprefix(f"{self.home}/"))) is None:
-            return super().read(path, offset=offset, limit=limit)
+            try:
+                return super().read(path, offset=offset, limit=limit)
+            except NothingRuns:
+                raise FileNotFoundError(path) from None
         number, rank = int(log[2]), log[1] == "rank"
         text = self.output(number // self._nproc() if rank else number) or ""
         data = text_of([text], rank=number if rank else None) if text else b""
@@ -75,24 +85,34 @@ class HeldFiles(ContainerTransport):
 
     def read_many(self, paths: Iterable[str], *, limit: int = RECORD_BYTES) -> dict[str, bytes]:
         """See `Transport.read_many`."""
+        wanted, found = list(paths), dict[str, bytes]()
+
+        def read() -> bool:
+            known = self._known()
+            found.update({path: known[path] for path in wanted if path in known})
+            try:
+                found.update(ContainerTransport.read_many(self, [p for p in wanted if p not in known], limit=limit))
+            except NothingRuns:
+                return True
+            except BackendUnreachable:
+                return False  # it may be ending at this moment: soon there is what it leaves
+            return True
+
+        wait_for(read, ENDING_S)
+        return found
+
+    def _known(self) -> dict[str, bytes]:
+        """Return what there is without a container, by its path."""
         known = {f"{self.home}/{name}": data for name, data in self.kept().items()}
         for node, words in self.last_words().items():
             for name, record in (parse_object(words.encode()) or {}).items():
                 known[f"{self.home}/node-{node}/{name}.json"] = json.dumps(record).encode()
-        wanted = list(paths)
-        found = {path: known[path] for path in wanted if path in known}
-        asked = [path for path in wanted if path not in known]
-        with suppress(FileNotFoundError):
-            try:
-                found |= super().read_many(asked, limit=limit)
-            except BackendUnreachable:  # it may have ended at this moment: then it is not there the next time
-                found |= super().read_many(asked, limit=limit)
-        return found
+        return known
 
     def names(self, path: str) -> list[str]:
         """See `Transport.names`."""
         if path != f"{self.home}/logs":
-            with suppress(FileNotFoundError):
+            with suppress(NothingRuns):
                 return super().names(path)
             return []
         nproc, config = self._nproc(), parse_object(self.kept().get("agent.json", b"{}")) or {}

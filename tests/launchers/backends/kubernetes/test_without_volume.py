@@ -202,6 +202,18 @@ def test_what_is_rendered_says_what_is_lost_with_the_pods_and_is_what_is_sent(
     assert job.wait().phase is Phase.SUCCEEDED
 
 
+def test_a_job_that_waits_is_cancelled_and_nothing_of_it_is_left(
+    make_job: MakeJob, kubernetes_testbed: KubernetesTestbed
+) -> None:
+    job = make_job("pass", nodes=2, resources={"gpus_per_node": 4, "procs_per_node": 1}).submit()
+    job.until(lambda seen: "Insufficient" in seen.reason)
+    job.cancel(0)
+    seen = job.wait()
+    assert (seen.phase, seen.cause) == (Phase.CANCELLED, Cause.CANCELLED)
+    job.backend.reap(job.handle)
+    assert [names(kubernetes_testbed, kind) for kind in ("jobs", "configmaps", "services", "secrets")] == [[]] * 4
+
+
 def test_the_directory_of_a_job_that_nobody_knows_is_empty(backend_under_test: KubernetesBackend) -> None:
     handle = Handle("k8s", "kubernetes", "orc-gone-abcdef-a1", "orc-gone-abcdef-a1")
     assert backend_under_test.log_selectors(handle) == []
