@@ -16,9 +16,7 @@ import scale_nodes
 from harness import Row, report
 
 Part = Callable[[bool], Iterable[Row]]
-PARTS: dict[str, Part] = {**scale_control.PARTS}
-for row in scale_nodes.ROWS:  # they have one size
-    PARTS[row.__name__] = lambda full, row=row: row()
+PARTS: dict[str, Part] = {**scale_control.PARTS, **scale_nodes.PARTS}
 
 
 def main() -> None:
@@ -33,7 +31,11 @@ def main() -> None:
         return
     for name in arguments.part or PARTS:
         print(f"-- {name}", flush=True)
-        report(PARTS[name](arguments.full))
+        rows = []
+        for row in PARTS[name](arguments.full):
+            print("  ".join(row.cells()), flush=True)  # some parts take hours
+            rows.append(row)
+        report(rows)
 
 
 if __name__ == "__main__":
