@@ -16,9 +16,7 @@ import scale_nodes
 from harness import Row, report
 
 Part = Callable[[bool], Iterable[Row]]
-PARTS: dict[str, Part] = {**scale_control.PARTS}
-for row in scale_nodes.ROWS:  # they have one size
-    PARTS[row.__name__] = lambda full, row=row: row()
+PARTS: dict[str, Part] = {**scale_control.PARTS, **scale_nodes.PARTS}
 
 
 def main() -> None:
