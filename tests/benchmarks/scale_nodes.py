@@ -30,7 +30,7 @@ from harness import Row
 ROUND_TRIP_S = float(os.environ.get("ROUND_TRIP_S", "0.02"))
 
 
-KEY = b"k" * 32  # of the board
+KEY = b"k" * 32  # of the store
 
 
 class CountingStore:
@@ -95,6 +95,7 @@ def object_store(sizes: tuple[int, ...] = (150, 500, 1500), checkpoints: int = 5
             target = root.numbered(checkpoints)
             store.fill({f"run/checkpoint_{checkpoints}/{name}": b"x" for name in names})
             destination = RemoteDestination(target, "", True)
+            destination.take_over(names)
             for what, action, limit in (
                 ("commit", partial(destination.commit, manifest), 3),
                 ("retention", partial(root.retain, 1), 10 * (checkpoints + 1)),
@@ -112,10 +113,10 @@ def object_store(sizes: tuple[int, ...] = (150, 500, 1500), checkpoints: int = 5
 
 
 class Rank:
-    """What a meeting wants to know of its rank."""
+    """What a barrier wants to know of its rank."""
 
-    def __init__(self, rank: int, ranks: int, board: Any) -> None:
-        self.rank, self.world_size, self.store, self.key = rank, ranks, board, KEY
+    def __init__(self, rank: int, ranks: int, store: Any) -> None:
+        self.rank, self.world_size, self.store, self.key = rank, ranks, store, KEY
         self.config = SimpleNamespace(timeout_s=300.0)
 
 
@@ -137,15 +138,15 @@ def _meet_as_others(ranks: int, port: int, times: int) -> None:
 
 
 def agreement(sizes: tuple[int, ...] = (32, 128, 512), times: int = 5) -> list[Row]:
-    """A meeting of all ranks over the board: operations, and processor time on rank 0. The others are one process."""
+    """A barrier of all ranks over the store: operations, and processor time on rank 0. The others are one process."""
     from orc.runtime.checkpoint.replication.barrier import Barrier
     from orc.runtime.collectives.store_server import StoreServer
     from orc.runtime.core.store import LocalStore
 
     rows = []
     for ranks in sizes:
-        board = LocalStore()
-        server = StoreServer(board, KEY, "127.0.0.1")
+        store = LocalStore()
+        server = StoreServer(store, KEY, "127.0.0.1")
         asked: Counter[str] = Counter()
         answer = server._answer
 
@@ -158,7 +159,7 @@ def agreement(sizes: tuple[int, ...] = (32, 128, 512), times: int = 5) -> list[R
             target=_meet_as_others, args=(ranks, server.port, times + 1)
         )
         others.start()
-        barrier = Barrier(Rank(0, ranks, board))
+        barrier = Barrier(Rank(0, ranks, store))
         barrier.hold("agree", [None, 0], len)  # connects
         asked.clear()
         began, spent = time.perf_counter(), time.process_time()

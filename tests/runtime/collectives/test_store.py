@@ -6,6 +6,7 @@ import pickle
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -232,3 +233,26 @@ def test_the_key_is_handed_round_only_where_the_launcher_gave_none():
     assert KEY.hex().encode() not in noted[-1]
     with pytest.raises(StoreError, match=r"ORC_TOKEN.* rank 1 has not"):
         open_store(1, None, "", "127.0.0.1", hand_round)
+
+
+def test_who_waits_for_a_key_is_not_woken_by_others():
+    class Counting(LocalStore):
+        waits = 0
+
+        def _wait(self, missing, seconds):
+            self.waits += 1  # under the lock of the store
+            super()._wait(missing, seconds)
+
+    store = Counting()
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(store.wait, ["verdict", f"own/{number}"], timedelta(seconds=30)) for number in range(8)]
+        while store.waits < 8:
+            time.sleep(0.001)
+        for number in range(50):
+            store.set(f"other/{number}", "")
+        store.set("verdict", "")
+        for number in range(8):
+            store.set(f"own/{number}", "")
+        for one in waiting:
+            one.result()
+    assert store.waits == 8
