@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -125,7 +126,6 @@ class LocalBackend(Backend):
 
     def preflight(self, plan: Plan) -> list[Finding]:
         """Check that the root can be written, the Python is there, and cores and GPUs are enough."""
-        import json
         import shutil
 
         findings, root = [], Path(self.root)
@@ -232,7 +232,7 @@ class LocalBackend(Backend):
             transport.write(file.path, file.content.encode(), mode=file.mode)
         secrets_path = f"{directory}/secrets.json"
         if values:
-            transport.write(secrets_path, _json(values), mode=0o600)
+            transport.write(secrets_path, json.dumps(values).encode(), mode=0o600)
         env = without_own(os.environ, of_service=self.cluster.run_as == "service")
         env["ORC_GANG"] = plan.marker  # whoever submits this from within a job must not end it with itself
         try:
@@ -338,7 +338,7 @@ class LocalBackend(Backend):
             removed = not Path(directory).is_dir()
             if not removed:
                 try:
-                    transport.write(f"{directory}/cancel.json", _json(cancel_request(grace)), mode=0o600)
+                    transport.write(f"{directory}/cancel.json", json.dumps(cancel_request(grace)).encode(), mode=0o600)
                 except BackendError:  # a full disk: the agents take this signal for the same wish
                     if not _signal_agents(records, signal.SIGINT):
                         raise
@@ -363,12 +363,6 @@ def _is_starting(marker: str, directory: str) -> bool:
             if wanted.issubset(arguments):
                 return True
     return False
-
-
-def _json(data: Mapping[str, Any]) -> bytes:
-    import json
-
-    return json.dumps(data).encode() + b"\n"
 
 
 def _agents(records: AttemptRecords) -> str:

@@ -349,7 +349,7 @@ class SlurmBackend(Backend):
         client = self._client
         rows = of_handles(client.queue(handle.native_id for handle in handles), handles)
         living = {handle: row for handle, row in rows.items() if not row.ended}
-        request = _json(cancel_request(grace))
+        request = json.dumps(cancel_request(grace)).encode()
         for handle in living:
             self._transport.write(f"{self._lookup.directory(handle.marker)}/cancel.json", request, mode=0o600)
         running = [row.job_id for row in living.values() if row.state == "RUNNING"]
@@ -390,10 +390,6 @@ def _evidence(records: AttemptRecords) -> AgentEvidence:
         last_sign=records.last_sign,
         cancelled=records.cancel is not None,
     )
-
-
-def _json(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(data).encode() + b"\n"
 
 
 def entries(

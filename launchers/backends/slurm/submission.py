@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orc.launchers.backends.base import Handle, require_secrets
 from orc.launchers.backends.slurm import arrays
@@ -85,7 +85,7 @@ class Submitter:
         directory = self._lookup.directory(plan.marker)
         self._transport.mkdir(f"{directory}/logs")  # Slurm makes no directories for its output
         if plan.secrets:
-            own = _json({name: secrets[name] for name in plan.secrets})
+            own = json.dumps({name: secrets[name] for name in plan.secrets}).encode()
             self._transport.write(f"{directory}/{SECRETS_NAME}", own, mode=0o600)
         for file in plan.files:
             content = file.content
@@ -140,7 +140,3 @@ class Submitter:
     def _expand_home(self, word: str) -> str:
         option, equals, value = word.rpartition("=")
         return f"{option}{equals}{self._transport.expand(value)}" if value.startswith("~/") else word
-
-
-def _json(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(data).encode() + b"\n"
