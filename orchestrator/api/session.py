@@ -93,7 +93,7 @@ class LedgerSession:
 
     @cached_property
     def measured(self) -> MeasuredJobs:
-        """What was read of the measurements of jobs; a service has one for all sessions."""
+        """The measurements of jobs that were read; a service has one collection for all sessions."""
         from orc.orchestrator.insight.curves import MeasuredJobs
 
         return MeasuredJobs()
