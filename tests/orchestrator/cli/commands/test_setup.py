@@ -219,7 +219,7 @@ def test_an_unknown_shell_is_refused(orc: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_jobs_that_the_ledger_has_lost_are_named_by_doctor_and_adopted(orc: Run, job_file, orc_home: Path) -> None:
-    job = orc("submit", job_file(), "--follow").err.split()[1]
+    job = orc("submit", job_file(), "--follow").err.partition("submitted ")[2].split()[0]
     (orc_home / "state" / "ledger.db").unlink()
     (found,) = [check for check in orc("doctor", "--json").json["checks"] if job in check["what"]]
     assert (found["level"], found["do"]) == ("warning", "orc adopt")
