@@ -20,7 +20,7 @@ WAITS = """
     import torch.distributed as dist
     from orc.runtime.launch.nccl import record_collectives
     from orc.runtime.observe.flight_recorder import flight_record, last_collectives
-    from orc.runtime.observe.whereabouts import main_place
+    from orc.runtime.observe.whereabouts import main_call_site
 
     record_collectives()
     torch.cuda.set_device(0)
@@ -36,7 +36,7 @@ WAITS = """
     def look():
         until = time.monotonic() + 10
         while time.monotonic() < until and (not seen or seen[-1][0] != "synchronize"):
-            seen.append((main_place().activity, last_collectives(flight_record())))
+            seen.append((main_call_site().activity, last_collectives(flight_record())))
 
     torch.cuda._sleep(4_000_000_000)  # some seconds of the device, which the collective is behind
     dist.all_reduce(value)
