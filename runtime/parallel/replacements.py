@@ -67,7 +67,8 @@ _ORDER = "_orc_order"  # of an optimizer that has let go of parameters
 
 def fate_of(parameter: Tensor) -> Fate:
     """Return what became of *parameter*."""
-    fate: Fate = _fates.get(parameter, _AS_BEFORE) if len(_fates) else _AS_BEFORE
+    # Not `get`: an optimizer's state may have keys that are no parameters, of which there is no weak reference.
+    fate: Fate = _fates[parameter] if len(_fates) and parameter in _fates else _AS_BEFORE
     return fate
 
 

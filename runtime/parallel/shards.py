@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ def whole(data: Any, *, keep: bool = True, on_cpu: bool = False) -> Any:
         if not keep:
             return {}
         # Of the same class, without calling its constructor: state dicts carry metadata in an attribute.
-        state = data.copy() if isinstance(data, dict) else {}
+        state = copy.copy(data) if isinstance(data, dict) else {}
         state.update(values)
         return state
     if type(data) in (list, tuple):

@@ -125,7 +125,7 @@ def estimate_parallel_memory(model: nn.Module, training: Training) -> ParallelEs
         held = sum(_numel(shape) for shape in cut.values())
         trained = {name: shape for name, shape in cut.items() if names[name].requires_grad}
         if training.shards > 1:  # parameters of a unit whole, and their gradients until they are reduced
-            whole = sum(name.numel() for name in names.values())
+            whole = sum(parameter.numel() for parameter in names.values())
             half = width if training.mixed_precision == "no" else 2
             gathered = 2 * half * (whole if training.size("pp") > 1 else min(unit, whole)) / training.size("tp")
         else:

@@ -61,6 +61,7 @@ class ShardPlans:
         Raises:
             CheckpointError: on every rank, one has an error or does not come, or the states do not belong together.
         """
+        self.values, self.lengths = {}, {}
         planners: dict[str, DefaultSavePlanner] = {}
         plans: dict[str, SavePlan] = {}
         if error is None:
@@ -90,7 +91,8 @@ class ShardPlans:
             for folder in self._items.keys() | self._contents.keys():
                 written = [one[folder] for one in lengths]
                 if folder in self._items:
-                    content = metadata_bytes(folder, self._metadata.pop(folder), self._items.pop(folder), written)
+                    content = metadata_bytes(folder, self._metadata[folder], self._items[folder], written)
+                    del self._metadata[folder], self._items[folder]
                 elif self._contents[folder][0] != written:
                     content = with_lengths(self._contents[folder][1], folder, written)
                 else:
@@ -102,7 +104,9 @@ class ShardPlans:
         """Return whether all ranks know one decision, and would plan as for that."""
         agree_on_no_error([error for error, _, _ in bids])
         before, self._digests = self._digests, [digest for _, digest, _ in bids]
-        return self._token is not None and before == self._digests and {token for _, _, token in bids} == {self._token}
+        if before != self._digests:
+            self._token = None
+        return self._token is not None and {token for _, _, token in bids} == {self._token}
 
     def _decide(self, bids: list[Any]) -> list[tuple[str, dict[str, list[int] | None]]]:
         """Return for each rank, and each folder, the positions in its own plan of what it writes; `None` for all."""
@@ -110,7 +114,7 @@ class ShardPlans:
         if len(folders) > 1:
             raise CheckpointError(f"the ranks have different sharded states to save: {sorted(folders)}")
         chosen: list[dict[str, list[int] | None]] = [{} for _ in bids]
-        self._contents = {}
+        self._items, self._metadata, self._contents = {}, {}, {}  # those of a save that failed count no more
         for folder in list(bids[0]):
             known: dict[Any, Any] = {}
             local = [_decoded(plans.pop(folder), known) for plans in bids]

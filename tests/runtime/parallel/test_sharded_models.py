@@ -148,6 +148,7 @@ def test_optimizers_train_the_parameters_that_a_model_has_in_the_end(among, orde
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(1, 1, device=device), nn.Linear(1, 1, device=device))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.state["calls"] = {}  # some count there for all parameters
     if order == "together":
         optimizer, model = accelerator.prepare(optimizer, model)
     elif order == "optimizer first":
@@ -160,6 +161,13 @@ def test_optimizers_train_the_parameters_that_a_model_has_in_the_end(among, orde
     optimizer.step()
     assert [one.item() for one in model.parameters()] == [0.0, 0.0, -1.0, 0.0]
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+def test_a_gathered_state_keeps_the_versions_of_its_modules():
+    from orc.runtime.parallel.shards import whole
+
+    state = nn.BatchNorm1d(2).state_dict()
+    assert whole(state)._metadata == state._metadata == {"": {"version": 2}}
 
 
 def test_a_model_without_content_is_refused_where_nothing_fills_it():

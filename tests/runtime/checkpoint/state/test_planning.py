@@ -16,29 +16,29 @@ RANKS = 4
 
 
 class Counted:
-    """A board as one rank sees it, which counts the bytes of its values."""
+    """A store as one rank sees it, which counts the bytes of its values."""
 
-    def __init__(self, board):
-        self.board, self.sent, self.read = board, 0, 0
+    def __init__(self, store):
+        self.store, self.sent, self.read = store, 0, 0
 
     def clone(self, answer_s=60.0):
         return self
 
     def set(self, key, value):
         self.sent += len(value)
-        self.board.set(key, value)
+        self.store.set(key, value)
 
     def get(self, key):
-        value = self.board.get(key)
+        value = self.store.get(key)
         self.read += len(value)
         return value
 
     def __getattr__(self, name):
-        return getattr(self.board, name)
+        return getattr(self.store, name)
 
 
 class Context:
-    """What a meeting wants to know of its rank."""
+    """What a barrier wants to know of its rank."""
 
     def __init__(self, rank, store, ranks):
         self.rank, self.store, self.world_size, self.key = rank, store, ranks, b""
@@ -49,13 +49,13 @@ class Ranks:
     """The plans of several ranks of one run."""
 
     def __init__(self, ranks=RANKS):
-        board = LocalStore()
-        self.boards = [Counted(board) for _ in range(ranks)]
-        self.plans = [ShardPlans(Barrier(Context(rank, store, ranks))) for rank, store in enumerate(self.boards)]
+        shared = LocalStore()
+        self.stores = [Counted(shared) for _ in range(ranks)]
+        self.plans = [ShardPlans(Barrier(Context(rank, store, ranks))) for rank, store in enumerate(self.stores)]
 
     def agree(self, states, folders=None):
         """All ranks agree; the bytes that each has sent and read for it."""
-        before = [(one.sent, one.read) for one in self.boards]
+        before = [(one.sent, one.read) for one in self.stores]
         with ThreadPoolExecutor(len(states)) as pool:
             pending = [
                 pool.submit(plans.agree, {folder: {"model": state}}, None)
@@ -63,7 +63,7 @@ class Ranks:
             ]
             for one in pending:
                 one.result()
-        return [(one.sent - sent, one.read - read) for one, (sent, read) in zip(self.boards, before, strict=True)]
+        return [(one.sent - sent, one.read - read) for one, (sent, read) in zip(self.stores, before, strict=True)]
 
 
 def state(tensors, size=3):
@@ -105,6 +105,14 @@ def test_a_decision_that_failed_is_not_kept():
             ranks.agree([state(3)] * 2, "fg")
     ranks.agree([state(3)] * 2)
     assert [len(plans.values["f"]) for plans in ranks.plans] == [3, 0]
+
+
+def test_a_save_that_failed_leaves_no_folder_to_the_next():
+    ranks = Ranks(2)
+    ranks.agree([state(3)] * 2)  # its files cannot be written: nobody wants its metadata
+    ranks.agree([state(3)] * 2, "gg")
+    assert [[*plans.values, *plans.lengths] for plans in ranks.plans] == [["g", "g"]] * 2
+    assert list(ranks.plans[0].metadata([{"g": [70] * 3}, {"g": []}])) == ["g"]
 
 
 def test_the_metadata_of_kept_plans_follows_the_lengths():
