@@ -158,12 +158,15 @@ def send_contents(
         write(deflater.flush())
 
 
-def receive_contents(file: io.BufferedReader) -> Iterator[tuple[str, int, Iterator[bytes]]]:
+def receive_contents(
+    file: io.BufferedReader, *, maybe_gzipped: bool = True
+) -> Iterator[tuple[str, int, Iterator[bytes]]]:
     """Yield hash, size and chunks of each content of the stream in *file*. Raises `WireError`.
 
-    Nothing in a stream is a name, but for hashes.
+    Nothing in a stream is a name, but for hashes. What is not *maybe_gzipped* is no larger than *file*.
     """
-    source: io.BufferedIOBase = gzip.GzipFile(fileobj=file) if file.peek(1)[:1] == b"\x1f" else file
+    gzipped = maybe_gzipped and file.peek(1)[:1] == b"\x1f"
+    source: io.BufferedIOBase = gzip.GzipFile(fileobj=file) if gzipped else file
     if _read(source.readline, len(FIRST)) != FIRST:
         raise WireError("not a stream of contents of this version of orc")
     while (line := _read(source.readline, _LONGEST_HEAD)) != LAST:

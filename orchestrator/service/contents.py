@@ -45,7 +45,7 @@ def publish(store: ContentStore, staging: Path, stream: Path) -> list[str]:
     entries: list[Entry] = []
     try:
         with stream.open("rb") as file:
-            for sha256, size, chunks in receive_contents(file):
+            for sha256, size, chunks in receive_contents(file, maybe_gzipped=False):
                 entry = Entry(sha256, FILE, sha256, size)
                 if not write_content(chunks, os.fsencode(staging / "objects" / sha256), entry, 0o400):
                     raise ApiError(422, "the content does not match its hash", where=sha256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import socket
@@ -93,8 +94,9 @@ def test_only_what_is_missing_is_sent_and_unchanged_code_costs_one_request(serve
         _framed((_sha(b"good"), b"good")) + b"more",
         b"orc-contents 1\n" + b"a" * 100_000,
         b"orc-contents 1\n" + _sha(b"good").encode() + b" -4\ngoodend\n",
+        gzip.compress(_framed((_sha(bytes(1 << 20)), bytes(1 << 20)))),  # five times what an upload may have
     ],
-    ids=["empty", "foreign", "cut-off", "wrong-content", "a-path", "twice", "goes-on", "long-line", "negative"],
+    ids=["empty", "foreign", "cut-off", "wrong-content", "a-path", "twice", "goes-on", "long-line", "negative", "gzip"],
 )
 def test_a_stream_that_is_not_whole_and_right_leaves_nothing(served, http, stream):
     before = _stored(served)
