@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ _MOST_RANKS = 512
 _MERGED_BYTES = 512 << 10  # of all ranks in one answer ...
 _RANK_BYTES = 4 << 10  # ... but so many of each at least
 _MOST_TEXT = 4000  # characters of a line
+_POSITIONS = re.compile(r"([0-9]{1,9}:[0-9]{1,18}(,|$))*")  # by rank
 Attempt = Annotated[int | None, Bounds("Number of the attempt; the newest by default", ge=1, le=1 << 30)]
 
 
@@ -74,12 +76,9 @@ def merge_logs(
     backend, handle = at_backend(session, job_id, attempt)
     if handle is None:
         return MergedLogs([], after)
-    try:
-        offsets = {
-            int(rank): int(offset) for rank, _, offset in (part.partition(":") for part in after.split(",") if part)
-        }
-    except ValueError:
-        raise SpecError(f"no such position: {after:.80}", where="query.after") from None
+    if not _POSITIONS.fullmatch(after):
+        raise SpecError(f"no such position: {after:.80}", where="query.after")
+    offsets = {int(rank): int(offset) for rank, offset in (part.split(":") for part in after.split(",") if part)}
     ranks = [found.rank for found in backend.log_selectors(handle) if found.rank is not None][:_MOST_RANKS]
     most = max(_MERGED_BYTES // max(len(ranks), 1), _RANK_BYTES)
     logs = {}

@@ -158,6 +158,15 @@ def test_all_routes_that_ask_clusters_are_among_the_slow_ones(service: Running) 
     }
 
 
+def test_positions_in_logs_that_no_answer_gives_are_refused(service: Running) -> None:
+    with service.http("eve") as viewer:
+        answers = [
+            viewer.get(f"/api/v1/jobs/{JOB}/merged-log", params={"after": after}).status_code
+            for after in ("", "0:5,11:7", "x", "0:-5", "0:1:2", "0:" + "9" * 19)
+        ]
+    assert answers == [200, 200, 422, 422, 422, 422]
+
+
 def test_a_fifo_in_the_place_of_metrics_and_logs_is_as_if_not_there(service: Running, measured: Path) -> None:
     measured.unlink(missing_ok=True)
     os.mkfifo(service.log(f"orc-{JOB}-a1"))
