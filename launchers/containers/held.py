@@ -13,12 +13,14 @@ from contextlib import suppress
 
 from orc.launchers.agent.records import RECORD_BYTES, parse_object
 from orc.launchers.containers.helper import wait_for
+from orc.launchers.containers.http import ApiRefusal
 from orc.launchers.containers.output import text_of
 from orc.launchers.containers.transport import Channel, ContainerTransport
-from orc.launchers.errors import BackendUnreachable
+from orc.launchers.errors import BackendError, BackendUnreachable
 
 ENDING_S = 5.0  # until the platform knows that a container has ended
-KEPT = ("agent.json", "cancel.json", "ended.json")
+CANCEL = "cancel.json"
+KEPT = ("agent.json", CANCEL, "ended.json")
 _LOG = re.compile(r"logs/(rank|node)-([0-9]+)\.log")
 
 
@@ -32,6 +34,7 @@ class HeldFiles(ContainerTransport):
     def __init__(self, home: str, python: str) -> None:
         super().__init__("its containers", python)
         self.home = home
+        self.unread = ""  # why records are missing of a container that runs, once that is so
 
     @abc.abstractmethod
     def kept(self) -> Mapping[str, bytes]:
@@ -64,12 +67,13 @@ class HeldFiles(ContainerTransport):
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """See `Transport.write`."""
-        if (name := path.removeprefix(f"{self.home}/")) in KEPT:
-            self.keep(name, data)
+        if (name := path.removeprefix(f"{self.home}/")) not in KEPT:
+            super().write(path, data, mode=mode)
+            return
+        self.keep(name, data)
+        if name == CANCEL:  # who ended an attempt otherwise asks nothing of its containers, which may not answer
             with suppress(NothingRuns):
                 super().write(path, data, mode=mode)
-        else:
-            super().write(path, data, mode=mode)
 
     def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
         """See `Transport.read`."""
@@ -85,20 +89,25 @@ class HeldFiles(ContainerTransport):
 
     def read_many(self, paths: Iterable[str], *, limit: int = RECORD_BYTES) -> dict[str, bytes]:
         """See `Transport.read_many`."""
-        wanted, found = list(paths), dict[str, bytes]()
+        wanted, found, why = list(paths), dict[str, bytes](), ""
 
         def read() -> bool:
+            nonlocal why
             known = self._known()
             found.update({path: known[path] for path in wanted if path in known})
             try:
                 found.update(ContainerTransport.read_many(self, [p for p in wanted if p not in known], limit=limit))
             except NothingRuns:
                 return True
-            except BackendUnreachable:
+            except ApiRefusal:
+                raise
+            except BackendError as error:
+                why = error.what
                 return False  # it may be ending at this moment: soon there is what it leaves
             return True
 
-        wait_for(read, ENDING_S)
+        if not wait_for(read, ENDING_S):
+            self.unread = why
         return found
 
     def _known(self) -> dict[str, bytes]:

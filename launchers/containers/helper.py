@@ -6,7 +6,7 @@ import abc
 import time
 from collections.abc import Callable, Sequence
 
-from orc.launchers.containers.http import ApiRefusal
+from orc.launchers.containers.http import GONE, ApiRefusal
 from orc.launchers.containers.transport import Channel, ContainerTransport
 from orc.launchers.errors import BackendError, BackendUnreachable
 
@@ -51,7 +51,7 @@ class HelperTransport(ContainerTransport):
             try:
                 return self.start(command)
             except ApiRefusal as error:
-                if last or error.code not in (400, 404, 409):
+                if last or error.code not in GONE:
                     raise
                 self._ready = False  # it has gone meanwhile
         raise AssertionError

@@ -8,6 +8,7 @@ from typing import Any
 from orc.launchers.errors import BackendError, BackendUnreachable
 
 TIMEOUT_S = 30.0
+GONE = (400, 404, 409)  # codes of refusals: what was asked for has gone, or has not begun
 
 
 class ApiRefusal(BackendError):

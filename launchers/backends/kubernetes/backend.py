@@ -21,7 +21,7 @@ from orc.launchers.agent.config import AgentConfig
 from orc.launchers.attempts.agent_config import agent_config, agent_file
 from orc.launchers.attempts.reader import AttemptRecords
 from orc.launchers.backends import base
-from orc.launchers.backends.base import Handle, Leftover, Observation, Placement, Snapshot
+from orc.launchers.backends.base import Handle, Leftover, Observation, Phase, Placement, Snapshot
 from orc.launchers.backends.ends import ask_to_end, read_all, read_ends, write_end
 from orc.launchers.backends.kubernetes import checks, manifests, queueing, verdict
 from orc.launchers.backends.kubernetes.api import GROUPS, Api
@@ -29,7 +29,7 @@ from orc.launchers.backends.kubernetes.options import KIND, Access, ClusterOptio
 from orc.launchers.backends.kubernetes.transport import GateTransport, PodFiles
 from orc.launchers.containers.attempt import private_inputs
 from orc.launchers.containers.helper import wait_for
-from orc.launchers.containers.http import Uncertain
+from orc.launchers.containers.http import ApiRefusal, Uncertain
 from orc.launchers.containers.layout import AGENT, SECRETS
 from orc.launchers.containers.own_disk import OwnDisk
 from orc.launchers.containers.rendering import refuse_container
@@ -46,7 +46,7 @@ from orc.launchers.transfer.targets import Targets
 
 FEW = 20  # attempts whose names fit into a query
 GONE_S = 60.0  # until something that was deleted is gone
-MOST = 1 << 20  # bytes of a ConfigMap
+MOST = (1 << 20) - (1 << 14)  # bytes of a ConfigMap: 1 MiB, with room for what is kept of a cancellation or an end
 LOST = "; code, records and checkpoints are in the pods alone, and go with them: there is neither `root` nor `store`"
 
 
@@ -281,16 +281,25 @@ class KubernetesBackend(base.Backend):
                 continue
             job, why = jobs.get(name), said.get(name, "")
             seen, end_it = verdict.judge(job, pods[name], own, now, handle.submitted_at, why)
+            if isinstance(transport, PodFiles) and transport.unread and not seen.phase.ended:
+                seen = Observation(Phase.UNKNOWN, reason=transport.unread)
             if end_it:
                 if seen.phase.ended:
                     write_end(transport, home, seen)
-                self.api.delete(self.jobs, name)
+                self._end(name)
             if seen.phase.ended and (own.has_secrets or end_it):
                 self._forget(name, "secrets")
             if seen.phase.ended and job is not None and own.cancel is not None and not end_it:
                 self._adopt(handle.marker)  # what was kept of the request goes with the Job after all
             found[handle] = seen
         return found
+
+    def _end(self, name: str) -> None:
+        """Delete the Job of an attempt. Where a ConfigMap keeps how it ended, it does so without the code."""
+        self.api.delete(self.jobs, name)
+        if self.own and not self.own.store:
+            with suppress(ApiRefusal):  # it has gone with the Job
+                self.api.request("PATCH", self.api.path("configmaps", name), body={"binaryData": None})
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
         """Tell the agents by ``cancel.json``; a Job some of whose pods do not run yet is deleted."""
@@ -304,7 +313,7 @@ class KubernetesBackend(base.Backend):
                 ask_to_end(transport, home, grace)
                 running = [pod for pod in pods[handle.native_id] if pod["status"].get("phase") == "Running"]
                 if len(running) < job["spec"]["completions"]:
-                    self.api.delete(self.jobs, handle.native_id)
+                    self._end(handle.native_id)
             except LaunchError as error:
                 unreached[handle.marker] = error
         base.raise_unreached(unreached)

@@ -48,6 +48,14 @@ def test_a_container_that_ends_while_it_is_read_leaves_its_last_words() -> None:
     assert json.loads(found[exit_record])["outcome"] == "succeeded"
 
 
+def test_the_word_of_how_an_attempt_was_ended_waits_for_no_container() -> None:
+    held = Held()
+    held.write(f"{HOME}/ended.json", b"{}")
+    assert held.kept_files["ended.json"] == b"{}"
+    with pytest.raises(BackendUnreachable, match="the connection was cut"):
+        held.write(f"{HOME}/cancel.json", b"{}")
+
+
 def test_the_log_of_a_rank_is_what_its_container_has_printed_from_any_byte_on() -> None:
     held = Held()
     assert held.names(f"{HOME}/logs") == ["node-1.log", "rank-1.log"]

@@ -14,6 +14,7 @@ from kubernetes_testbed import NAMESPACE, KubernetesTestbed
 from orc.launchers.backends.base import Cause, Handle, LogSelector, Phase
 from orc.launchers.backends.kubernetes import KubernetesBackend
 from orc.launchers.backends.kubernetes.manifests import HOME
+from orc.launchers.containers import held
 from orc.launchers.containers.urls import UrlObjects
 from orc.launchers.errors import BackendError
 from orc.launchers.testing.jobs import MakeJob
@@ -162,6 +163,29 @@ def test_metrics_and_checkpoints_are_where_the_store_is(make_job: MakeJob) -> No
 
 
 @pytest.mark.parametrize("backend_under_test", ["ConfigMap"], indirect=True)
+def test_a_pod_that_does_not_answer_says_nothing_about_its_attempt_and_one_that_may_not_be_asked_is_an_error(
+    make_job: MakeJob, kubernetes_testbed: KubernetesTestbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(SAVING).submit()
+    job.until_log(0, "ready")
+    assert job.poll().phase is Phase.RUNNING
+    monkeypatch.setattr(held, "ENDING_S", 0)
+    server = kubernetes_testbed.server
+    monkeypatch.setattr(server, "fault", lambda method, path: "500" if "/exec" in path else "")
+    seen = job.poll()
+    assert (seen.phase, seen.reason) == (Phase.UNKNOWN, "the API server: the server is not well")
+    monkeypatch.undo()
+    server.forbidden.add(("create", "pods/exec"))
+    try:
+        with pytest.raises(BackendError, match="cannot create resource"):
+            job.poll()
+    finally:
+        server.forbidden.clear()
+    job.cancel(10)
+    assert job.wait().phase is Phase.CANCELLED
+
+
+@pytest.mark.parametrize("backend_under_test", ["ConfigMap"], indirect=True)
 def test_code_that_is_too_large_for_a_configmap_says_what_to_do_and_leaves_nothing(
     make_job: MakeJob, kubernetes_testbed: KubernetesTestbed, tmp_path: Any
 ) -> None:
@@ -210,6 +234,8 @@ def test_a_job_that_waits_is_cancelled_and_nothing_of_it_is_left(
     job.cancel(0)
     seen = job.wait()
     assert (seen.phase, seen.cause) == (Phase.CANCELLED, Cause.CANCELLED)
+    if not job.backend.options.store:  # type: ignore[attr-defined]
+        assert "binaryData" not in kubernetes_testbed.store.get("configmaps", NAMESPACE, job.plan.marker)  # the code
     job.backend.reap(job.handle)
     assert [names(kubernetes_testbed, kind) for kind in ("jobs", "configmaps", "services", "secrets")] == [[]] * 4
 
