@@ -65,7 +65,7 @@ class Push:
                     yield f"{here}/{entry}", f"{there}/{entry}".lstrip("/")
 
     def round(self, final: bool = False) -> None:
-        """Send what has changed, and look whether the attempt is to end. Raises `OSError`."""
+        """Send what has changed, and look whether the attempt is to end. Raises what the store raises."""
         for here, there in self.files():
             try:
                 status = os.stat(here)
@@ -97,9 +97,9 @@ class Push:
                     self.round(over)
                     said = ""
                     break
-                except OSError as error:
-                    if str(error) != said:
-                        said = str(error)
+                except Exception as error:  # noqa: BLE001 - drivers of fsspec have errors of their own
+                    if (why := str(error) or type(error).__name__) != said:
+                        said = why
                         sys.stderr.write(f"orc: records wait for the object store: {said}\n")
                     time.sleep(ROUND_S if over else 0)
             if over:

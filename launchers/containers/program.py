@@ -260,7 +260,16 @@ def report_of(directory: str, node: int) -> str:
             failure["log_tail"] = tail[len(tail) // 2 + 1 :]
         elif not found.get("exit", {}).pop("ranks", None) and not found.pop("lease", None):
             return ""
-    return text
+    return text if found else ""
+
+
+def leave_report(path: str, directory: str, node: int) -> bool:
+    """Write the records of a node that has ended to *path*, if it has any; return whether they say how it ended."""
+    text = report_of(directory, node)
+    if text:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    return "exit" in json.loads(text or "{}")
 
 
 # --- the end -------------------------------------------------------------------------------------------------------
@@ -337,11 +346,9 @@ def run(container: Container, failed: Callable[[str], None]) -> int:
     status, announced = supervise(argv, Logs(str(config.get("logs_dir") or f"{config['attempt_dir']}/logs")))
     if status and not announced:
         failed(failure_text(str(config["attempt_dir"]), node, restart, status))
-    if container.report and (text := report_of(str(config["attempt_dir"]), node)):
-        with open(container.report, "w", encoding="utf-8") as file:
-            file.write(text)
-        if mirror is None and not announced:
-            status = 0  # all is said: a platform that sees a failure would end the others, before they have said theirs
+    said = bool(container.report) and leave_report(container.report, str(config["attempt_dir"]), node)
+    if said and mirror is None and not announced:
+        status = 0  # a platform that sees a failure would end the others, before they have said theirs
     if mirror is not None:
         mirror.stdin.close()  # type: ignore[union-attr]
         try:

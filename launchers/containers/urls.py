@@ -27,8 +27,8 @@ def _errors(uri: str) -> Iterator[None]:
         yield
     except (ImportError, ValueError, PermissionError) as error:
         raise BackendError(str(error), where=uri) from None
-    except OSError as error:
-        raise BackendUnreachable(str(error), where=uri) from None
+    except Exception as error:  # noqa: BLE001 - drivers of fsspec have errors of their own
+        raise BackendUnreachable(str(error) or type(error).__name__, where=uri) from None
 
 
 class UrlObjects(ObjectStore):

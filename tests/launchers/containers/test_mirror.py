@@ -12,7 +12,7 @@ import pytest
 
 from orc.launchers.containers import mirror, program
 from orc.launchers.containers.urls import UrlObjects, UrlTransport
-from orc.launchers.errors import BackendError
+from orc.launchers.errors import BackendError, BackendUnreachable
 
 
 class Store:
@@ -95,6 +95,33 @@ def test_the_first_node_is_told_that_the_attempt_is_to_end(push: Any, store: Sto
     assert json.loads((tmp_path / "job" / "a1" / "cancel.json").read_bytes()) == {"grace_s": 5}
 
 
+def test_an_error_that_only_a_driver_knows_is_tried_again_here_and_out_of_reach_there(
+    push: Any, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class HttpError(Exception):
+        """As gcsfs has one."""
+
+    answers = iter([HttpError("502"), None])
+
+    def put(path: str, data: bytes) -> None:
+        if error := next(answers, None):
+            raise error
+        store.objects[path] = data
+
+    monkeypatch.setattr(store, "pipe_file", put)
+    monkeypatch.setattr(mirror, "ROUND_S", 0.0)
+    monkeypatch.setattr(mirror.select, "select", lambda *_: ([0], [], []))  # the agent has ended
+    assert push(1).run() == 0
+    assert "top/a1/node-1/exit.json" in store.objects
+
+    def refuse(*_: object) -> Any:
+        raise HttpError
+
+    monkeypatch.setattr("orc.launchers.containers.urls.open_url", refuse)
+    with pytest.raises(BackendUnreachable, match="HttpError"):
+        UrlObjects().get("gs://bucket/a")
+
+
 def test_a_store_without_its_library_is_one_line_and_a_status(capsys: pytest.CaptureFixture[str]) -> None:
     def missing(url: str) -> Any:
         raise ImportError("it needs boto3: pip install boto3")
@@ -124,7 +151,18 @@ def test_the_last_words_of_a_node_fit_and_lose_what_only_people_read_first(tmp_p
     record["ranks"] = {str(n): {"exit_code": 1} for n in range(999)}
     (node / "exit.json").write_text(json.dumps(record))
     assert json.loads(program.report_of(str(tmp_path), 1))["exit"]["outcome"] == "crash"
-    assert program.report_of(str(tmp_path), 7) == "{}"
+
+
+def test_only_a_node_whose_end_is_recorded_has_said_all_and_others_do_not_cover_up_a_failure(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    report.write_text("the agent ended with status 137 and left no record")
+    assert not program.leave_report(str(report), str(tmp_path), 1)
+    assert report.read_text().startswith("the agent ended with status 137")
+    for record, is_said in (("lease", False), ("exit", True)):
+        (tmp_path / "node-1").mkdir(exist_ok=True)
+        (tmp_path / "node-1" / f"{record}.json").write_text('{"host": "pod-1"}')
+        assert program.leave_report(str(report), str(tmp_path), 1) is is_said
+        assert json.loads(report.read_text())[record] == {"host": "pod-1"}
 
 
 def test_a_store_of_fsspec_is_read_and_written_like_a_directory() -> None:
