@@ -76,6 +76,7 @@ class PodChannel(Channel):
 
     def close(self) -> None:
         """See `Channel.close`."""
+        self.sock.abort()  # who waits for its output
         self.sock.shutdown()
 
 

@@ -6,12 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from kubernetes_testbed import IMAGE, MOUNT, NAMESPACE, KubernetesTestbed
 
 from orc.launchers.backends.base import Backend, Cause, Phase
 from orc.launchers.backends.kubernetes import KubernetesBackend
+from orc.launchers.containers.helper import wait_for
 from orc.launchers.testing.jobs import Job, MakeJob
 
 SAVING = """
@@ -38,6 +42,28 @@ def test_evicted_pods_save_and_the_attempt_was_preempted(
     seen = job.wait()
     assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.PREEMPTED)
     assert [job.log(rank) for rank in (0, 1)] == ["ready\nsaved\n"] * 2  # all of them, not only those that were told
+
+
+def commands() -> str:
+    """Return the command lines of all processes; a pod has other numbers of them."""
+    found = ""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            found += path.read_text(errors="replace")
+    return found
+
+
+def test_a_command_that_is_left_is_ended_and_no_thread_waits_for_its_output(
+    backend_under_test: KubernetesBackend,
+) -> None:
+    argv = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)", f"left-{os.getpid()}"]
+    with backend_under_test.transport.stream(argv, timeout_s=60) as process:
+        assert process.read(100) == b"up\n"
+        assert argv[-1] in commands()
+        (thread,) = (each for each in threading.enumerate() if each.name.startswith("container python"))
+    thread.join(20)
+    assert not thread.is_alive()
+    assert wait_for(lambda: argv[-1] not in commands(), 20)
 
 
 def test_a_node_that_is_lost_ends_the_attempt_and_is_named(
