@@ -150,9 +150,11 @@ class KubernetesBackend(base.Backend):
         agents = plan.files[0].content if plan else ""
         inputs = self.own.stage(snapshot, self.state_dir, MOST - len(agents.encode()))
         if plan is not None:
-            content = {name: base64.b64encode(data).decode() for name, data in inputs.items()}
-            body = {**json.loads(_bodies(plan)["configmaps"]), "data": {AGENT: agents}, "binaryData": content}
-            self.api.create("configmaps", body)
+            content = {name: base64.b64encode(file).decode() for name, file in inputs.items()}
+            data = {"data": {AGENT: agents}, "binaryData": content}
+            if self.api.create("configmaps", {**json.loads(_bodies(plan)["configmaps"]), **data}) is None:
+                # Of an earlier try, whose plan may have been another.
+                self.api.request("PATCH", self.api.path("configmaps", manifests.job_name(plan.attempt)), body=data)
 
     def preflight(self, plan: Plan) -> list[Finding]:
         """Does the API server take the Job (a dry run, with quotas), and are the claims there?"""

@@ -144,6 +144,13 @@ def test_an_image_that_cannot_run_is_a_failed_launch_whose_end_is_known_after_th
         assert left == [[], [], [], []]
 
 
+def test_what_an_earlier_try_has_staged_gives_way_to_the_plan_that_is_sent(make_job: MakeJob) -> None:
+    for word in ("before", "after"):
+        job = make_job("import os; print(os.environ['WORD'])", job_id="again-abcdef", env={"WORD": word})
+    assert job.submit().wait().phase is Phase.SUCCEEDED
+    assert job.log(0) == "after\n"
+
+
 def test_metrics_and_checkpoints_are_where_the_store_is(make_job: MakeJob) -> None:
     job = make_job(
         "import os, pathlib; print(os.environ['ORC_CHECKPOINT_DIR'])\n"
