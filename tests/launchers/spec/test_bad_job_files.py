@@ -157,7 +157,8 @@ WRONG = {
     ),
     "wrong runtime value": (
         "runtime:\n  mixed_precision: fp64",
-        "job.yaml:4:20: runtime.mixed_precision: mixed_precision = 'fp64': expected one of no, fp16, bf16, fp8",
+        "job.yaml:4:20: runtime.mixed_precision: mixed_precision = 'fp64': expected one of no, fp16, bf16, fp8, "
+        "did you mean 'fp16'?",
     ),
     "a layout that the processes do not make": (
         "resources: {nodes: 2, procs_per_node: 2}\nruntime:\n  parallelism: {dp_shard_size: 2, tp_size: 4}",
@@ -187,7 +188,7 @@ WRONG = {
     ),
     "a variable that the runtime would refuse in every rank": (
         "env:\n  ORC_MIXED_PRECISION: fp4",
-        "job.yaml:4:24: env.ORC_MIXED_PRECISION: expected one of no, fp16, bf16, fp8",
+        "job.yaml:4:24: env.ORC_MIXED_PRECISION: expected one of no, fp16, bf16, fp8, did you mean 'fp8'?",
     ),
     "unknown runtime key": (
         "runtime:\n  mixed_precison: bf16",

@@ -139,8 +139,8 @@ def test_a_row_is_all_that_a_list_shows_in_one_look(ledger, put, clock, looks):
         *("old", "first", "far", "fake", "FAILED", "", 1, now - 14, now, None, ("n2", "n1")),
         *({"t": "1", "u": "2"}, now),
     )
-    assert old[13:] == new[13:] == ("", "", 0, None, None, None, None)
-    assert looks == [4]
+    assert old[13:] == new[13:] == ("", "", 0, None, None, None, None, None, 1, 0, {}, None)
+    assert looks == [5]
 
 
 def test_hosts_of_a_row_are_those_of_the_newest_attempt(ledger, put):

@@ -1,5 +1,6 @@
 """Barriers, one rank at a time: what it writes on the store, what it reads there, and how long it waits."""
 
+import itertools
 import json
 import time
 from types import SimpleNamespace
@@ -130,7 +131,7 @@ def test_time_that_has_passed_is_not_waited_for_again(store, monkeypatch):
 
 @pytest.mark.parametrize(("rank", "least"), [(0, 0.001), (1, 5.0)])
 def test_whoever_is_late_still_looks(store, monkeypatch, rank, least):
-    clock = iter([100.0, 200.0])
+    clock = itertools.chain([100.0], itertools.repeat(200.0))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     (rank_0(store, 7) if rank == 0 else rank_1(store, [None, 1, False])).hold("saving", 5, len)
     assert store.waits[0][1] == least
