@@ -79,7 +79,7 @@ def without_values():
     _ = accelerator.ctx.topology.mesh
     ctx = copy.copy(accelerator.ctx)
     object.__setattr__(ctx, "device", torch.device("meta"))
-    sharding.agree = lambda model, ctx, prepare: None  # rank 0 has them
+    sharding.agree_on_model = lambda model, ctx, prepare: None  # rank 0 has them
     model = nn.Sequential(*(Unit("meta") for _ in range(UNITS)))
     request = Request(options={"fsdp": plugin}, mixed_precision="bf16")
     with pytest.warns(UserWarning, match="trained in mixed precision"):
