@@ -36,7 +36,8 @@ _ON_TESTBEDS = {
 }
 # Where the others are; `main` is what no other part has.
 _ELSEWHERE = {
-    "main": (".",),
+    "main": (".", "launchers", "launchers/backends"),
+    "kubernetes": ("launchers/backends/kubernetes",),
     "e2e": ("e2e", "templates"),
     "orchestrator": ("orchestrator",),
     "runtime": ("runtime",),
@@ -119,9 +120,10 @@ def _places(part: str) -> list[str]:
     """Return the directories and files below which *part* has its tests."""
     if part in _ON_TESTBEDS:
         return [str(_HERE / place) for place in _ON_TESTBEDS[part]]
-    others = {_HERE / place for name, places in _ELSEWHERE.items() if name != part for place in places}
+    every = {_HERE / place for places in _ELSEWHERE.values() for place in places}
     found = []
     for place in _ELSEWHERE[part]:
+        others = every - {_HERE / place}
         inside = [path for path in sorted((_HERE / place).iterdir()) if path.is_dir() or path.match("test_*.py")]
         found += [str(path) for path in inside if path not in others and path.name not in collect_ignore]
     return found
