@@ -158,7 +158,7 @@ class HostsTestbed:
                 if entry.stat().st_uid != uid or os.readlink(f"{entry.path}/ns/pid") != namespace:
                     continue
                 command = Path(entry.path, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            except (FileNotFoundError, ProcessLookupError):
+            except (FileNotFoundError, ProcessLookupError, PermissionError):  # it ends just now
                 continue
             if command and not command.startswith("sshd: "):
                 found[int(entry.name)] = command
