@@ -26,9 +26,10 @@ function clusterRow(cluster, counts) {
   const full = taken(cluster);
   const [running, waiting] = [counts.RUNNING ?? 0, sum(counts, WAITING)];
   const jobs = [running ? `${running} running` : "", waiting ? `${waiting} waiting` : ""].filter(Boolean).join(", ") || "idle";
+  const free = full ? `${Math.max(full[1] - full[0], 0)} of ${full[1]} ${full[2]} free` : "";
   return h("li", {}, h("a", { href: `/${query({ cluster: cluster.name })}` }, cluster.name),
     full ? h("meter", { min: 0, max: full[1], value: full[0], "aria-label": `${full[0]} of ${full[1]} ${full[2]} of ${cluster.name} are taken` }) : h("span", {}),
-    h("span", { class: "muted" }, full ? `${full[1] - full[0]} of ${full[1]} ${full[2]} free · ${jobs}` : jobs));
+    h("span", { class: "muted" }, [cluster.error ? "does not answer" : free, jobs].filter(Boolean).join(" · ")));
 }
 
 const jobRow = (job, why) => h("li", {}, h("a", { href: `/jobs/${encodeURIComponent(job.id)}` }, job.id), h("span", { class: "muted", title: why }, why));
@@ -37,7 +38,7 @@ function list(element, rows, none) {
   fill(element, rows.length ? h("ul", {}, rows) : h("p", { class: "muted" }, none));
 }
 
-/** Ask anew and show; `today` is the number of jobs that failed today, as the chips have it. */
+/** Ask anew and show. */
 export async function showOverview() {
   const [{ clusters }, { clusters: counts }, waiting, failed] = await Promise.all([
     api("clusters"), api("job-counts"),
