@@ -72,7 +72,9 @@ def running(service, measure) -> JobView:
     service.wait_for(job.id, "RUNNING")
     measure(job.id, [{"attempt": 1, "step": 300, "loss": 0.25, "step_s": 0.5, "samples_per_s": 64}])
     ranks = {str(rank): {"step": 300 - rank, "step_s": 0.5, "data_wait": 0.1 * rank} for rank in range(3)}
-    (service.home / "state" / "jobs" / job.id / "ranks.json").write_text(json.dumps({"at": 1e9, "ranks": ranks}))
+    (service.home / "state" / "jobs" / job.id / "ranks.json").write_text(
+        json.dumps({"at": 1e9, "attempt": 1, "ranks": ranks})
+    )
     return job
 
 
@@ -226,6 +228,17 @@ def test_9_the_logs_of_all_ranks_are_one_by_time_with_a_colour_for_each(visit, r
     assert len(set(colours)) == 3
     page.get_by_label("Log of").select_option("rank 1")
     expect(lines).to_have_count(2)
+
+
+def test_speeds_of_ranks_follow_while_a_job_runs_and_the_focus_stays(service, visit, running):
+    page = visit(f"/jobs/{running.id}")
+    rank = page.locator("#ranks [data-rank='2']")
+    expect(rank).to_contain_text("step 298")
+    rank.focus()
+    told = {"at": 1e9, "attempt": 1, "ranks": {"2": {"step": 400}}}
+    (service.home / "state" / "jobs" / running.id / "ranks.json").write_text(json.dumps(told))
+    expect(rank).to_contain_text("step 400", timeout=30_000)
+    expect(rank).to_be_focused()
 
 
 def test_10_jobs_are_compared_by_curves_specification_and_code(visit, ended):
