@@ -7,6 +7,7 @@ const WAITING = ["QUEUED", "PREPARED", "SUBMITTING", "PENDING"];
 const SHOWN = 4;
 const QUEUE_MS = 60_000; // between two looks at a cluster's own queue
 const queues = new Map(); // by cluster: {at, partitions}
+let show = () => {}; // the clusters as they were told last
 
 /** Return when today began here, in seconds since the epoch. */
 export const midnight = () => new Date().setHours(0, 0, 0, 0) / 1000;
@@ -44,13 +45,15 @@ export async function showOverview() {
     api("clusters"), api("job-counts"),
     api(`jobs${query({ state: WAITING, limit: SHOWN })}`), api(`jobs${query({ state: "FAILED", ended_since: midnight(), limit: SHOWN })}`),
   ]);
-  const show = () => list($("clusters-now"), clusters.map((cluster) => clusterRow(cluster, counts[cluster.name] ?? {})), "No cluster is configured.");
+  show = () => list($("clusters-now"), clusters.map((cluster) => clusterRow(cluster, counts[cluster.name] ?? {})), "No cluster is configured.");
   show();
   list($("waiting-now"), waiting.jobs.map((job) => jobRow(job, firstLine(job.reason) || `for ${job.cluster}`)), "Nothing waits.");
   list($("failed-now"), failed.jobs.map((job) => jobRow(job, firstLine(job.reason))), "Nothing.");
-  await Promise.all(clusters.filter(({ name, has_queue: asks }) => asks && !(Date.now() - queues.get(name)?.at < QUEUE_MS)).map(async ({ name }) => {
-    const queue = await api(`clusters/${encodeURIComponent(name)}/queue`).catch(() => ({}));
-    queues.set(name, { at: Date.now(), partitions: queue.partitions });
-    show();
-  }));
+  for (const { name } of clusters.filter(({ name, has_queue: asks }) => asks && !(Date.now() - queues.get(name)?.at < QUEUE_MS))) {
+    queues.set(name, { ...queues.get(name), at: Date.now() }); // a cluster that is slow is not asked twice
+    api(`clusters/${encodeURIComponent(name)}/queue`).catch(() => ({})).then(({ partitions }) => {
+      queues.set(name, { at: Date.now(), partitions });
+      show();
+    });
+  }
 }

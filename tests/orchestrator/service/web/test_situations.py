@@ -130,6 +130,19 @@ def test_2_the_list_tells_how_far_jobs_are_what_they_wait_for_and_why_they_faile
     )
 
 
+def test_a_cluster_that_is_slow_to_answer_is_asked_for_its_queue_once(service, visit, page, running):
+    asked = []
+    lab = {"name": "lab", "kind": "slurm", "has_queue": True, "error": "no route to host"}
+    page.route("**/api/v1/clusters", lambda route: route.fulfill(json={"clusters": [lab]}))
+    page.route("**/clusters/lab/queue", lambda route: asked.append(route))  # it never answers
+    visit("/")
+    for _ in range(2):
+        job = service.submit("pass", depends_on=[running.id])
+        expect(page.locator("#waiting-now")).to_contain_text(job.id)
+    expect(page.locator("#clusters-now li")).to_have_text("labdoes not answer · idle")
+    assert len(asked) == 1
+
+
 def test_3_chips_and_columns_are_chosen_and_stay(visit, ended, running, failed, waiting):
     page = visit("/")
     page.locator("#chips button", has_text="Failed today").click()
