@@ -19,6 +19,7 @@ TAIL_LINES = 40
 TAIL_BYTES = 8192
 RECORD_BYTES = 16 << 20  # an agent's configuration names each host and variable of a large job
 NODE_RECORD_BYTES = 1 << 20  # of what a node writes of itself
+PROGRESS_BYTES = 64 << 10  # of what a training writes, which is in a heartbeat: a larger one would be no sign of life
 MOST_NODES = 10_000
 _LATEST = 1e11  # seconds since the epoch; the year 5138
 _TEXT = 4096

@@ -10,7 +10,7 @@ import time
 from orc.launchers.agent.errors import log_stderr
 from orc.launchers.agent.processes import decode_wait_status
 from orc.launchers.agent.procfs import identity
-from orc.launchers.agent.records import FORMAT, create_json, read_json, refresh_json, remove, write_json
+from orc.launchers.agent.records import FORMAT, PROGRESS_BYTES, create_json, read_json, refresh_json, remove, write_json
 from orc.launchers.agent.signals import ended_children
 from orc.launchers.agent.stop import StopRequest
 
@@ -224,7 +224,7 @@ class NodeState:
         alive = sum(rank.status is None for rank in self.ranks)
         if self.shims and (alive or self.calls):
             alive = self.nproc - len(self.shim_records())
-        progress = read_json(os.path.join(self.dir, "progress.json")) or {}
+        progress = read_json(os.path.join(self.dir, "progress.json"), PROGRESS_BYTES) or {}
         record = {
             "at": time.time(),
             "restart": self.restart,

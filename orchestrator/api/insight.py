@@ -38,6 +38,7 @@ class Measurements(View):
     next: str
     times: list[tuple[float, float]] = field(default_factory=list)  # with curves: step, seconds since the epoch
     attempts: list[tuple[float, float]] = field(default_factory=list)  # with curves: first step, number of the attempt
+    lowest: Mapping[str, float] = field(default_factory=dict)  # with curves: of all values, also those between points
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,15 @@ def read_metrics(
     session.record(job_id)
     if points is not None:
         measured = known.of(job_id)
-        series, times, attempts = measured.update(
+        series, times, attempts, ranges = measured.update(
             ws,
             job_id,
-            lambda curves: (curves.points(points), curves.times.points(points), curves.begins),
+            lambda curves: (curves.points(points), curves.times.points(points), curves.begins, curves.summaries()),
             known.seconds,
         )
         unreachable = _reasons(measured.unreachable)
-        return Measurements([], series, unreachable, measured.complete, "", times, attempts)
+        lowest = {name: found["min"] for name, found in ranges.items()}
+        return Measurements([], series, unreachable, measured.complete, "", times, attempts, lowest)
     try:
         position = Position.from_text(after)
     except ValueError as error:
@@ -141,7 +143,8 @@ def read_ranks(session: LedgerSession, job_id: JobId) -> RankSpeeds:
     from orc.orchestrator.insight.metrics import latest_ranks
 
     backend, handle = at_backend(session, job_id, None)
-    return RankSpeeds(*latest_ranks(backend, handle)) if handle else RankSpeeds(None, {})
+    number = session.record(job_id).number
+    return RankSpeeds(*latest_ranks(backend, handle, number)) if handle and number else RankSpeeds(None, {})
 
 
 def _reasons(unreachable: Mapping[str, LaunchError]) -> dict[str, str]:

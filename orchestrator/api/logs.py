@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def merge_logs(
 ) -> MergedLogs:
     """Return the newest lines of the logs of all ranks as one log, by the times that the lines begin with.
 
-    Ranks beyond the first 512 are left out.
+    Ranks beyond the first 512 are left out. What one answer of a service has no time for is in the next.
     """
     from orc.orchestrator.insight.log_times import UNKNOWN, merged
 
@@ -81,11 +82,16 @@ def merge_logs(
     offsets = {int(rank): int(offset) for rank, offset in (part.split(":") for part in after.split(",") if part)}
     ranks = [found.rank for found in backend.log_selectors(handle) if found.rank is not None][:_MOST_RANKS]
     most = max(_MERGED_BYTES // max(len(ranks), 1), _RANK_BYTES)
+    job = session.record(job_id)
+    over = job.ended_at is not None or attempt not in (None, job.number)
+    until = time.monotonic() + session.measured.seconds
     logs = {}
-    for rank in ranks:
-        begin, data = _piece(backend, handle, LogSelector(rank=rank), offsets.get(rank), most)
+    for rank in sorted(ranks, key=offsets.__contains__):  # those that were not read yet come first
+        begin, data = _piece(backend, handle, LogSelector(rank=rank), offsets.get(rank), most, over)
         logs[rank] = data
         offsets[rank] = begin + len(data)
+        if time.monotonic() > until:
+            break
     lines = [
         RankLine(rank, None if at == UNKNOWN else at, line.decode("utf-8", "replace").rstrip("\n")[:_MOST_TEXT])
         for at, rank, line in merged(logs)
@@ -93,8 +99,13 @@ def merge_logs(
     return MergedLogs(lines, ",".join(f"{rank}:{offset}" for rank, offset in sorted(offsets.items())))
 
 
-def _piece(backend: Backend, handle: Handle, selector: LogSelector, offset: int | None, most: int) -> tuple[int, bytes]:
-    """Return whole lines of a log from *offset* on (its last ones without), *most* bytes of them, and their offset."""
+def _piece(
+    backend: Backend, handle: Handle, selector: LogSelector, offset: int | None, most: int, over: bool
+) -> tuple[int, bytes]:
+    """Return whole lines of a log from *offset* on (its last ones without), *most* bytes of them, and their offset.
+
+    The last line of a log to which nothing is added any more, that is *over*, is whole as it is.
+    """
     from orc.launchers.remote.files import read_range
 
     begin, data = offset or 0, b""
@@ -113,6 +124,8 @@ def _piece(backend: Backend, handle: Handle, selector: LogSelector, offset: int 
     if offset is None and begin:  # not the middle of a line
         cut = data.find(b"\n") + 1
         begin, data = begin + cut, data[cut:]
+    if over and len(data) < most:
+        return begin, data
     whole = data.rfind(b"\n") + 1
     return begin, data[: whole or (len(data) if len(data) == most else 0)]
 

@@ -155,18 +155,20 @@ def _plain(value: Any) -> Any:
     return [plain(item) for item in value[:_MOST_FIELDS]] if isinstance(value, list) else plain(value)
 
 
-def latest_ranks(backend: Backend, handle: Handle) -> tuple[float | None, dict[int, dict[str, float]]]:
-    """Return when the ranks of a job last told how they get on, and what: by rank its step, seconds per step and share
-    of waiting for data. What the program has spoilt is left out.
+def latest_ranks(backend: Backend, handle: Handle, attempt: int) -> tuple[float | None, dict[int, dict[str, float]]]:
+    """Return when the ranks of *attempt* last told how they get on, and what: by rank its step, seconds per step and
+    share of waiting for data. What the program has spoilt is left out, and what an earlier attempt has left.
     """
     found = parse_object(backend.read_file(handle, RANKS_FILE, 0, SLICE))
+    if found is None or number_of(found.get("attempt")) != attempt:
+        return None, {}
     ranks: dict[int, dict[str, float]] = {}
-    given = found.get("ranks") if found else None
+    given = found.get("ranks")
     for name, values in islice(given.items(), _MOST_FIELDS) if isinstance(given, dict) else ():
         if isinstance(values, dict) and name.isdecimal() and len(name) < 10:
             known = {key: number_of(values.get(key)) for key in ("step", "step_s", "data_wait")}
             ranks[int(name)] = {key: value for key, value in known.items() if value is not None}
-    return (number_of(found.get("at")) if found else None), ranks
+    return number_of(found.get("at")), ranks
 
 
 def course(lines: Iterable[Line]) -> list[Line]:

@@ -19,7 +19,7 @@ from orc.launchers.agent.config import AgentConfig
 from orc.launchers.agent.node import Node
 from orc.launchers.agent.processes import decode_wait_status, shell_exit_status, spawn
 from orc.launchers.agent.procfs import process_start
-from orc.launchers.agent.records import log_tail, write_json
+from orc.launchers.agent.records import NODE_RECORD_BYTES, log_tail, write_json
 from orc.launchers.agent.variables import substitute
 
 from .conftest import AGENT, until
@@ -400,6 +400,9 @@ def test_progress_travels_in_the_heartbeat_and_a_broken_file_does_no_harm(attemp
     progress.write_text('{"step": 7}')
     beat = until(lambda: (b := job.record("heartbeat.json")) and b["progress"] == {"step": 7} and b)
     assert (beat["state"], beat["ranks_alive"]) == ("running", 1)
+    progress.write_text(json.dumps({"step": 8, "notes": "x" * NODE_RECORD_BYTES}))
+    until(lambda: (b := job.record("heartbeat.json")) and not b["progress"])
+    assert (job.directory / "node-0/heartbeat.json").stat().st_size < NODE_RECORD_BYTES
     process.terminate()
     process.wait(60)
 

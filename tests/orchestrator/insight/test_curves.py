@@ -10,6 +10,7 @@ from fake_backend import FakeBackend
 
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import BackendUnreachable
+from orc.orchestrator.api.insight import read_metrics
 from orc.orchestrator.insight import metrics
 from orc.orchestrator.insight.curves import MOST_CURVES, MOST_POINTS, Curve, Curves, MeasuredJobs
 from orc.orchestrator.insight.metrics import Position, course, new_lines, series
@@ -199,3 +200,9 @@ def test_curves_know_when_each_step_was_and_where_each_attempt_went_on():
     assert curves.begins == [(5, 3)]
     curves.add(line(8, attempt=4, loss=1))
     assert curves.begins == [(5, 3), (8, 4)]
+
+
+def test_the_lowest_value_is_told_also_where_it_lies_between_the_points(client, job, write):
+    write("n1", text(*[line(step, loss=0.1 if step == 7 else 1.0) for step in range(20)]))
+    answer = read_metrics(client.session, job.id, points=2)
+    assert (answer.lowest, len(answer.series["loss"])) == ({"loss": 0.1}, 3)

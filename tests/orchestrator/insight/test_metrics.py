@@ -5,9 +5,9 @@ import json
 import pytest
 from fake_backend import FakeBackend
 
-from orc.launchers.backends.base import Phase
+from orc.launchers.backends.base import Handle, Phase
 from orc.launchers.errors import BackendUnreachable
-from orc.orchestrator.insight.metrics import Reader, course, line_of, names, series
+from orc.orchestrator.insight.metrics import Reader, course, latest_ranks, line_of, names, series
 
 
 def line(step, *, attempt=1, restart=0, **values):
@@ -117,3 +117,16 @@ def test_a_host_that_is_gone_does_not_hide_what_the_others_have(client, backend,
     down.update(("n1", "n2"))
     with pytest.raises(BackendUnreachable):
         reader.read()
+
+
+def test_ranks_are_those_of_the_attempt_and_what_a_program_has_spoilt_is_left_out(backend):
+    handle = Handle("local", "fake", "orc-a-aaaaaa-a2", "1")
+    path = backend.root / "files" / "orc-a-aaaaaa" / "ranks.json"
+    path.parent.mkdir(parents=True)
+    given = {"0": {"step": 3, "step_s": "fast", "data_wait": True}, "-1": {"step": 1}, "x": {}, "1": [], "2": {}}
+    path.write_text(json.dumps({"at": 5, "attempt": 2, "ranks": given}))
+    assert latest_ranks(backend, handle, 2) == (5.0, {0: {"step": 3.0}, 2: {}})
+    assert latest_ranks(backend, handle, 3) == (None, {})
+    for spoilt in ("[" * 100_000, '{"attempt": 2, "ranks": [1]}', '{"attempt": NaN}', ""):
+        path.write_text(spoilt)
+        assert latest_ranks(backend, handle, 2) == (None, {})

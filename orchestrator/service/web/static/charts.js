@@ -4,9 +4,10 @@ import { bytes, duration, number } from "./format.js";
 
 // What orc measures comes behind what the script has written, in this order.
 const MEASURED = ["samples_per_s", "tokens_per_s", "step_s", "slowest_step_s", "grad_norm", "data_wait", "mfu", "tflops", "memory_allocated", "other_s"];
-const BAND = { step_s: ["step_s_min", "step_s_max"], data_wait: ["data_wait", "data_wait_max"] }; // the spread between ranks
-const BESIDE = { memory_allocated: ["memory_reserved", "memory_peak"] };
+const BAND = { __proto__: null, step_s: ["step_s_min", "step_s_max"], data_wait: ["data_wait", "data_wait_max"] }; // the spread between ranks
+const BESIDE = { __proto__: null, memory_allocated: ["memory_reserved", "memory_peak"] };
 const NAMES = {
+  __proto__: null, // measurements have any name
   samples_per_s: "samples/s", tokens_per_s: "tokens/s", step_s: "step time (s)", slowest_step_s: "slowest step (s)", grad_norm: "gradient norm",
   memory_allocated: "memory of the fullest GPU", data_wait: "data wait (share of step)", mfu: "MFU", tflops: "TFLOP/s per device", other_s: "outside of steps (s)",
 };
@@ -83,7 +84,7 @@ function smoothed(points) {
 
 /** Return seconds since the begin of *run* at a step. */
 function elapsed({ times = [] }, step) {
-  if (times.length < 2) return step;
+  if (times.length < 2) return 0;
   let at = times.findIndex(([known]) => known >= step);
   if (at < 0) at = times.length - 1;
   const [[s0, t0], [s1, t1]] = [times[Math.max(at - 1, 0)], times[Math.max(at, 1)]];
@@ -97,9 +98,7 @@ const columns = ({ points, run }) => {
   return [xs, xs.map((x) => by.get(x))];
 };
 
-function make(chart, drawn, data) {
-  const values = data.slice(1).flat().filter((value) => value !== null && value !== undefined);
-  const log = choice.log && values.every((value) => value > 0);
+function make(chart, drawn, data, log) {
   const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 26 };
   const show = text(chart.panel.name);
   const bands = drawn.findIndex((line) => line.band);
@@ -183,11 +182,12 @@ export function draw(given) {
   if (figures.length !== $("charts").children.length || figures.some((figure, place) => $("charts").children[place] !== figure)) $("charts").replaceChildren(...figures);
   for (const { name } of shown) { // all have their place now
     const chart = charts.get(name);
-    const made = JSON.stringify([choice, chart.drawn.map(({ label, color: own }) => [label, own])]);
+    const log = choice.log && chart.drawn.every(({ points }) => points.every(([, value]) => value > 0)); // zero has no logarithm
+    const made = JSON.stringify([choice, log, chart.drawn.map(({ label, color: own }) => [label, own])]);
     if (chart.plot && chart.made === made) chart.plot.setData(chart.data);
     else {
       chart.plot?.destroy();
-      chart.plot = make(chart, chart.drawn, chart.data);
+      chart.plot = make(chart, chart.drawn, chart.data, log);
       places.observe(chart.figure);
     }
     chart.made = made;

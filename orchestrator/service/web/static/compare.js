@@ -17,11 +17,16 @@ const took = (job) => {
 
 /** Return the keys of a specification with their values; the arguments of the program by their flags. */
 function keysOf({ args = [], ...spec }) {
-  const flags = args.map((word, place) => [word, args[place + 1]]).filter(([word]) => word.startsWith("-")).map(([word, next]) => {
+  const keys = new Map(flatten(spec));
+  const others = [];
+  const isFlag = (word) => /^--?[a-z]/i.test(word); // -1 is a value
+  for (const words = [...args]; words.length;) {
+    const word = words.shift();
     const [name, value] = word.split(/=(.*)/s);
-    return [`args ${name}`, value ?? (next === undefined || /^--?[a-z]/i.test(next) ? "true" : next)];
-  });
-  return new Map([...flatten(spec), ...(flags.length ? flags : [["args", args.join(" ")]])]);
+    if (!isFlag(word)) others.push(word);
+    else keys.set(`args ${name}`, value ?? (words.length && !isFlag(words[0]) ? words.shift() : "true"));
+  }
+  return keys.set("args", others.join(" "));
 }
 
 /** Return rows `[name, values]` of the table; of the specifications the keys that differ. */
@@ -30,7 +35,7 @@ function table(jobs, measured) {
   const keys = [...new Set(specs.flatMap((spec) => [...spec.keys()]))];
   const value = (spec, key) => (spec.get(key) === undefined || spec.get(key) === null ? "–" : yaml(spec.get(key)));
   const differing = keys.filter((key) => new Set(specs.map((spec) => value(spec, key))).size > 1);
-  const lowest = measured.map(({ series }) => (series.loss?.length ? Math.min(...series.loss.map(([, y]) => y)) : null));
+  const lowest = measured.map((each) => each.lowest.loss ?? null);
   const best = Math.min(...lowest.filter((loss) => loss !== null));
   const losses = lowest.map((loss) => (loss === null ? "–" : loss === best ? h("strong", {}, number(loss)) : number(loss)));
   const digests = jobs.map((job) => job.digests.code ?? "");
@@ -65,7 +70,9 @@ async function load() {
   try {
     if (ids.length < 2) throw Object.assign(new Error("Choose two or more jobs in the table of jobs."), { status: 1 });
     const jobs = await Promise.all(ids.map((id) => api(path(id))));
-    const measured = await Promise.all(ids.map((id) => api(`${path(id)}/metrics?points=600`).catch(() => ({ series: {}, times: [] }))));
+    const measured = await Promise.all(ids.map((id) => api(`${path(id)}/metrics?points=600`).catch(() => ({ series: {}, times: [], lowest: {} }))));
+    problem($("problem"), null);
+    $("differences").hidden = false;
     document.title = `${ids.join(", ")} · orc`;
     fill($("differences"), h("table", { "aria-label": "Differences", class: "versus" },
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, ""), jobs.map((job, place) => h("th", { scope: "col" }, h("i", { class: `swatch ${place ? `c${(place % COLORS) + 1}` : "accent"}`, "aria-hidden": "true" }), h("a", { href: `/jobs/${encodeURIComponent(job.id)}`, "data-row": true }, job.id))))),
@@ -74,7 +81,8 @@ async function load() {
     await showCode(jobs);
   } catch (error) {
     $("differences").hidden = true;
-    if (error.status) problem($("problem"), error);
+    problem($("problem"), error);
+    if (error.status === 0) setTimeout(load, 2000); // the service is away
   }
 }
 

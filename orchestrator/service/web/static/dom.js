@@ -30,7 +30,10 @@ export function fill(element, ...children) {
   next.append(...made);
   // What is the same stays: the focus and the selection are not lost.
   if (next.innerHTML === element.innerHTML) return false;
+  const path = []; // to what has the focus, which goes to what comes in its place
+  for (let at = document.activeElement; at !== element && element.contains(at); at = at.parentElement) path.unshift([...at.parentElement.children].indexOf(at));
   element.replaceChildren(...next.childNodes);
+  if (path.length) path.reduce((at, place) => at?.children[place], element)?.focus({ preventScroll: true });
   return true;
 }
 

@@ -25,8 +25,8 @@ function membersOf({ members, jobs, spec = {} }) {
 async function measure(members) {
   for (const { id: job, state } of members.slice(0, MEASURED)) {
     if (best.has(job) && best.get(job).state === state && ENDED.includes(state)) continue;
-    const { series } = await api(`jobs/${encodeURIComponent(job)}/metrics?points=1000`).catch(() => ({ series: {} }));
-    best.set(job, { state, loss: series.loss?.length ? Math.min(...series.loss.map(([, y]) => y)) : null });
+    const { lowest } = await api(`jobs/${encodeURIComponent(job)}/metrics?points=2`).catch(() => ({ lowest: {} }));
+    best.set(job, { state, loss: lowest.loss ?? null });
   }
 }
 
@@ -64,12 +64,12 @@ function table(members) {
   const winner = members.find((member, index) => losses[index] !== null && losses[index] === lowest);
   const runs = members.map((member, index) => ({
     href: `/jobs/${encodeURIComponent(member.id)}`, title: `${member.id}: best loss ${show(losses[index])}`, best: member === winner,
-    values: { ...member.parameters, "best loss": losses[index] },
+    values: { ...Object.fromEntries(Object.entries(member.parameters).map(([key, value]) => [key, value && typeof value === "object" ? show(value) : value])), "best loss": losses[index] },
   }));
   const drawn = keys.length && winner ? parallel([...keys, "best loss"], runs) : null;
   $("runs").hidden = !drawn;
   if (drawn) {
-    fill($("runs"), h("h2", {}, "Runs"), h("p", {}, "Best run: ", h("a", { href: `/jobs/${encodeURIComponent(winner.id)}` }, winner.id), ` with a loss of ${show(lowest)}`,
+    fill($("runs"), h("h2", {}, "Runs"), h("p", {}, members.length > MEASURED ? `Best of the first ${MEASURED} runs: ` : "Best run: ", h("a", { href: `/jobs/${encodeURIComponent(winner.id)}` }, winner.id), ` with a loss of ${show(lowest)}`,
       h("span", { class: "muted" }, ` (${keys.map((key) => `${key} ${show(winner.parameters[key])}`).join(", ")})`)), drawn);
   }
   const columns = [["#", "number"], ["State"], ["Job"], ...(staged ? [["Stage"]] : []), ...keys.map((key) => [key]), ...(lowest < Infinity ? [["Best loss", "number"]] : [])];

@@ -10,8 +10,8 @@ export function howFar(progress) {
   return said.join(" · ");
 }
 
-/** Show the figures of *job*, with its *series* and *cost* as far as they are known. */
-export function showHeadline(job, series, cost) {
+/** Show the figures of *job*, with what it has measured and its *cost* as far as they are known. */
+export function showHeadline(job, { series, lowest }, cost) {
   const attempt = job.attempts.at(-1);
   const progress = attempt?.progress ?? {};
   const share = job.state === "SUCCEEDED" ? null : job.share;
@@ -20,10 +20,10 @@ export function showHeadline(job, series, cost) {
   const [throughput, unit] = series.tokens_per_s?.length ? [last(series.tokens_per_s), "tokens/s"] : [last(series.samples_per_s), "samples/s"];
   const loss = last(series.loss) ?? progress.loss;
   const began = job.attempts.find(({ started_at: at }) => at)?.started_at;
-  const left = running && share > 0 && stepTime && Number.isFinite(progress.step) ? (progress.step / share - progress.step) * stepTime : null;
+  const left = running && share > 0 && stepTime && progress.step > 0 ? (progress.step / share - progress.step) * stepTime : null;
   const figures = [
     ["Progress", share !== null && share !== undefined ? percent(share) : howFar(progress), share !== null && share !== undefined ? [h("progress", { max: 1, value: share, "aria-label": "Share that is done" }), howFar(progress)] : null],
-    ["Loss", Number.isFinite(loss) ? number(loss) : null, series.loss?.length > 1 ? `lowest ${number(Math.min(...series.loss.map(([, y]) => y)))}` : null],
+    ["Loss", Number.isFinite(loss) ? number(loss) : null, series.loss?.length > 1 ? `lowest ${number(lowest.loss)}` : null],
     ["Speed", stepTime ? `${number(Number((1 / stepTime).toPrecision(3)))} steps/s` : null, throughput ? `${number(Number(throughput.toPrecision(3)))} ${unit}` : null],
     running ? ["Time left", left === null ? null : duration(left), began ? `running for ${duration(Date.now() / 1000 - began)}` : null]
       : ["Took", began && job.ended_at ? duration(job.ended_at - began) : null, began && began > job.created_at ? `after ${duration(began - job.created_at)} of waiting` : null],

@@ -22,7 +22,7 @@ let attempt = null; // number that the ranks and the log are of; null: the newes
 let opened = ""; // the log that is open, as text
 const tails = new Map();
 let speeds = {}; // by rank
-let measured = { series: {} };
+let measured = { series: {}, lowest: {} };
 let cost = null;
 
 const chosen = () => job.attempts.find(({ number }) => number === attempt) ?? job.attempts.at(-1);
@@ -116,19 +116,22 @@ async function refreshTails() {
     const line = await lastLine(id, current.number, rank).catch(() => "");
     if (line) tails.set(rank, line);
   }));
-  if (current === job.attempts.at(-1) && shape(job)[0] * shape(job)[1] > 1) speeds = (await api(`${path}/ranks`)).ranks;
-  showRanks(job, current, tails, speeds, showLog);
+  // The job may have been asked for anew meanwhile, and another attempt chosen.
+  const newest = () => chosen().number === job.attempts.at(-1).number;
+  const told = newest() && shape(job)[0] * shape(job)[1] > 1 ? (await api(`${path}/ranks`)).ranks : {};
+  speeds = newest() ? told : {};
+  showRanks(job, chosen(), tails, speeds, showLog);
 }
 
 async function refreshMetrics() {
   measured = await api(`${path}/metrics?points=600`);
   draw([{ name: id, ...measured }]);
-  showHeadline(job, measured.series, cost);
+  showHeadline(job, measured, cost);
 }
 
 async function refreshCost() {
   cost = (await api(`costs${query({ job: id })}`)).total;
-  showHeadline(job, measured.series, cost);
+  showHeadline(job, measured, cost);
 }
 
 function actions(user) {
@@ -157,7 +160,7 @@ async function load() {
   ended(ENDED.includes(job.state));
   diagnose(job, showLog);
   facts();
-  showHeadline(job, measured.series, cost);
+  showHeadline(job, measured, cost);
   showRanks(job, chosen(), tails, speeds, showLog);
   showAttempts(job);
   fill($("spec").querySelector("pre"), JSON.stringify(job.spec, null, 2));
@@ -223,6 +226,13 @@ let soon = null;
 function later() {
   soon ??= setTimeout(() => { soon = null; load(); }, 200); // events come in bursts
 }
+
+/** Take what was asked for without an event; a change of the state, whose event did not come, concerns all. */
+function renew(found) {
+  if (found.state !== job.state) later();
+  job = found;
+}
+
 connection.addEventListener("restored", load);
 load();
 stream(() => `/api/v1/events/stream${query({ job: id })}`, { message: (event) => event.job === id && later(), opened: (again) => again && load() });
@@ -230,5 +240,5 @@ setInterval(() => {
   if (!job || document.hidden || ENDED.includes(job.state)) return;
   facts();
   showAttempts(job);
-  Promise.allSettled([api(path).then((found) => { job = found; }), $("log-card").hidden && selectors(), refreshTails(), refreshMetrics(), refreshCost()]);
+  Promise.allSettled([api(path).then(renew), $("log-card").hidden && selectors(), refreshTails(), refreshMetrics(), refreshCost()]);
 }, 5000);

@@ -189,8 +189,17 @@ async function load({ older = false, anew = false } = {}) {
   }
 }
 
-/** Load what stands around the table; what fails is told by the table. */
-const around = () => Promise.allSettled([count(), showOverview()]);
+let surroundings = null; // what is being loaded
+let stale = false;
+
+/** Load what stands around the table, once at a time; what fails is told by the table. */
+async function around() {
+  stale = Boolean(surroundings);
+  if (stale) return;
+  await (surroundings = Promise.allSettled([count(), showOverview()]));
+  surroundings = null;
+  if (stale) around();
+}
 
 let typed = null;
 let soon = null;
@@ -231,6 +240,7 @@ chips({}, {});
 choose("", false);
 load({ anew: true });
 around();
-stream(() => "/api/v1/events/stream", { message: later, opened: (again) => again && later() });
+// What happened between the first answers and the first event is in neither.
+stream(() => "/api/v1/events/stream", { message: later, opened: later });
 // Progress and losses are no events.
 setInterval(() => document.hidden || ([...rows.values()].some(({ job }) => job.state === "RUNNING") && load()), 5000);

@@ -25,20 +25,22 @@ export async function openMerged(jobId, attempt, runs) {
   $("log-note").textContent = "loading…";
   let after = "";
   const look = async () => {
-    const goesOn = runs();
+    const follows = runs();
+    let more = follows;
     try {
       const { lines, next } = await api(`jobs/${encodeURIComponent(jobId)}/merged-log${query({ attempt, after })}`);
       if (mine !== turn) return;
       after = next;
-      const atEnd = element.scrollHeight - element.scrollTop - element.clientHeight < 60;
+      more ||= lines.length > 0; // an answer is of bounded size
+      const atEnd = !element.childElementCount || element.scrollHeight - element.scrollTop - element.clientHeight < 60;
       element.append(...lines.map(({ rank, text }) => h("div", { class: "l" }, h("span", { class: `of r${rank % COLORS}` }, `rank ${rank} `), ansi(text)[0])));
       while (element.childElementCount > MOST_LINES) element.firstChild.remove();
-      if (atEnd || element.scrollTop === 0) element.scrollTop = element.scrollHeight;
-      $("log-note").textContent = `all ranks, by the times that lines begin with${goesOn ? " · following" : ""}`;
+      if (atEnd) element.scrollTop = element.scrollHeight;
+      $("log-note").textContent = `all ranks, by the times that lines begin with${follows ? " · following" : ""}`;
     } catch (error) {
       if (mine === turn) $("log-note").textContent = error.message;
     }
-    if (mine === turn && goesOn) timer = setTimeout(() => (document.hidden ? document.addEventListener("visibilitychange", look, { once: true }) : look()), PAUSE);
+    if (mine === turn && more) timer = setTimeout(() => (document.hidden ? document.addEventListener("visibilitychange", look, { once: true }) : look()), PAUSE);
   };
   await look();
 }

@@ -7,6 +7,7 @@ const WAITING = ["QUEUED", "PREPARED", "SUBMITTING", "PENDING"];
 const SHOWN = 4;
 const QUEUE_MS = 60_000; // between two looks at a cluster's own queue
 const queues = new Map(); // by cluster: {at, partitions}
+let show = () => {}; // the clusters as they were told last
 
 /** Return when today began here, in seconds since the epoch. */
 export const midnight = () => new Date().setHours(0, 0, 0, 0) / 1000;
@@ -26,9 +27,10 @@ function clusterRow(cluster, counts) {
   const full = taken(cluster);
   const [running, waiting] = [counts.RUNNING ?? 0, sum(counts, WAITING)];
   const jobs = [running ? `${running} running` : "", waiting ? `${waiting} waiting` : ""].filter(Boolean).join(", ") || "idle";
+  const free = full ? `${Math.max(full[1] - full[0], 0)} of ${full[1]} ${full[2]} free` : "";
   return h("li", {}, h("a", { href: `/${query({ cluster: cluster.name })}` }, cluster.name),
     full ? h("meter", { min: 0, max: full[1], value: full[0], "aria-label": `${full[0]} of ${full[1]} ${full[2]} of ${cluster.name} are taken` }) : h("span", {}),
-    h("span", { class: "muted" }, full ? `${full[1] - full[0]} of ${full[1]} ${full[2]} free · ${jobs}` : jobs));
+    h("span", { class: "muted" }, [cluster.error ? "does not answer" : free, jobs].filter(Boolean).join(" · ")));
 }
 
 const jobRow = (job, why) => h("li", {}, h("a", { href: `/jobs/${encodeURIComponent(job.id)}` }, job.id), h("span", { class: "muted", title: why }, why));
@@ -37,19 +39,21 @@ function list(element, rows, none) {
   fill(element, rows.length ? h("ul", {}, rows) : h("p", { class: "muted" }, none));
 }
 
-/** Ask anew and show; `today` is the number of jobs that failed today, as the chips have it. */
+/** Ask anew and show. */
 export async function showOverview() {
   const [{ clusters }, { clusters: counts }, waiting, failed] = await Promise.all([
     api("clusters"), api("job-counts"),
     api(`jobs${query({ state: WAITING, limit: SHOWN })}`), api(`jobs${query({ state: "FAILED", ended_since: midnight(), limit: SHOWN })}`),
   ]);
-  const show = () => list($("clusters-now"), clusters.map((cluster) => clusterRow(cluster, counts[cluster.name] ?? {})), "No cluster is configured.");
+  show = () => list($("clusters-now"), clusters.map((cluster) => clusterRow(cluster, counts[cluster.name] ?? {})), "No cluster is configured.");
   show();
   list($("waiting-now"), waiting.jobs.map((job) => jobRow(job, firstLine(job.reason) || `for ${job.cluster}`)), "Nothing waits.");
   list($("failed-now"), failed.jobs.map((job) => jobRow(job, firstLine(job.reason))), "Nothing.");
-  await Promise.all(clusters.filter(({ name, has_queue: asks }) => asks && !(Date.now() - queues.get(name)?.at < QUEUE_MS)).map(async ({ name }) => {
-    const queue = await api(`clusters/${encodeURIComponent(name)}/queue`).catch(() => ({}));
-    queues.set(name, { at: Date.now(), partitions: queue.partitions });
-    show();
-  }));
+  for (const { name } of clusters.filter(({ name, has_queue: asks }) => asks && !(Date.now() - queues.get(name)?.at < QUEUE_MS))) {
+    queues.set(name, { ...queues.get(name), at: Date.now() }); // a cluster that is slow is not asked twice
+    api(`clusters/${encodeURIComponent(name)}/queue`).catch(() => ({})).then(({ partitions }) => {
+      queues.set(name, { at: Date.now(), partitions });
+      show();
+    });
+  }
 }

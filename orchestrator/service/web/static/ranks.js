@@ -5,9 +5,10 @@ import { number, percent } from "./format.js";
 const TAILS = 16; // ranks whose last line is asked for
 const CARDS = 32; // more ranks are a heat map
 const LEVELS = 5;
+const DRAWN = 8192; // ranks beyond them have no place on a page
 const seconds = (value) => `${number(Number(value.toPrecision(3)))} s`;
 const MAPS = { state: ["State"], step: ["Step", "step", number], step_s: ["Step time", "step_s", seconds], data_wait: ["Data wait", "data_wait", percent] };
-let map = "state";
+let wanted = "state";
 
 /** Return how one rank is: `[state, words]`. */
 function howIs(rank, attempt) {
@@ -34,10 +35,12 @@ export function showRanks(job, attempt, tails, speeds, show) {
   $("ranks-card").hidden = !attempt;
   const [nodes, perNode] = shape(job);
   const many = nodes * perNode > CARDS;
-  const values = many && map !== "state" ? Object.values(speeds).map((speed) => speed[MAPS[map][1]]).filter(Number.isFinite) : [];
+  const map = many && Object.keys(speeds).length ? wanted : "state"; // an earlier attempt has no speeds
+  const values = map !== "state" ? Object.values(speeds).map((speed) => speed[MAPS[map][1]]).filter(Number.isFinite) : [];
   const [lowest, highest] = [Math.min(...values), Math.max(...values)];
   const level = (value) => (Number.isFinite(value) ? (highest > lowest ? Math.round(((value - lowest) / (highest - lowest)) * (LEVELS - 1)) : 0) : null);
-  const rows = Array.from({ length: nodes }, (_, node) => {
+  const drawn = Math.min(nodes, Math.max(1, Math.floor(DRAWN / perNode)));
+  const rows = Array.from({ length: drawn }, (_, node) => {
     const host = attempt?.hosts?.[node];
     const cells = Array.from({ length: perNode }, (_, local) => {
       const rank = node * perNode + local;
@@ -57,11 +60,12 @@ export function showRanks(job, attempt, tails, speeds, show) {
       h("td", {}, h("div", { class: "ranks" }, cells)));
   });
   const choose = many && Object.keys(speeds).length ? h("div", { class: "logbar" },
-    h("select", { "aria-label": "Ranks by", onchange: (event) => { map = event.target.value; showRanks(job, attempt, tails, speeds, show); } },
+    h("select", { "aria-label": "Ranks by", onchange: (event) => { wanted = event.target.value; showRanks(job, attempt, tails, speeds, show); } },
       Object.entries(MAPS).map(([name, [title]]) => h("option", { value: name, selected: name === map }, title))),
     values.length ? h("span", { class: "muted" }, `${MAPS[map][2](lowest)} `, Array.from({ length: LEVELS }, (_, shade) => h("i", { class: "cell", "data-level": shade })), ` ${MAPS[map][2](highest)}`) : null) : null;
   // The handlers are of this call: what looks the same keeps those of an earlier one, which do the same.
-  fill($("ranks"), choose, h("table", { class: "grid", "aria-label": "Nodes and their ranks" }, h("tbody", {}, rows)));
+  fill($("ranks"), choose, h("table", { class: "grid", "aria-label": "Nodes and their ranks" }, h("tbody", {}, rows)),
+    drawn < nodes ? h("p", { class: "muted" }, `and ${nodes - drawn} more nodes`) : null);
 }
 
 /** Return the ranks whose last lines are shown. */

@@ -72,7 +72,9 @@ def running(service, measure) -> JobView:
     service.wait_for(job.id, "RUNNING")
     measure(job.id, [{"attempt": 1, "step": 300, "loss": 0.25, "step_s": 0.5, "samples_per_s": 64}])
     ranks = {str(rank): {"step": 300 - rank, "step_s": 0.5, "data_wait": 0.1 * rank} for rank in range(3)}
-    (service.home / "state" / "jobs" / job.id / "ranks.json").write_text(json.dumps({"at": 1e9, "ranks": ranks}))
+    (service.home / "state" / "jobs" / job.id / "ranks.json").write_text(
+        json.dumps({"at": 1e9, "attempt": 1, "ranks": ranks})
+    )
     return job
 
 
@@ -126,6 +128,19 @@ def test_2_the_list_tells_how_far_jobs_are_what_they_wait_for_and_why_they_faile
     expect(chips).to_have_text(
         ["All 5", "Running 1", "Waiting 1", "Failed 1", "Failed today 1", "Succeeded 2", "Cancelled 0"]
     )
+
+
+def test_a_cluster_that_is_slow_to_answer_is_asked_for_its_queue_once(service, visit, page, running):
+    asked = []
+    lab = {"name": "lab", "kind": "slurm", "has_queue": True, "error": "no route to host"}
+    page.route("**/api/v1/clusters", lambda route: route.fulfill(json={"clusters": [lab]}))
+    page.route("**/clusters/lab/queue", lambda route: asked.append(route))  # it never answers
+    visit("/")
+    for _ in range(2):
+        job = service.submit("pass", depends_on=[running.id])
+        expect(page.locator("#waiting-now")).to_contain_text(job.id)
+    expect(page.locator("#clusters-now li")).to_have_text("labdoes not answer · idle")
+    assert len(asked) == 1
 
 
 def test_3_chips_and_columns_are_chosen_and_stay(visit, ended, running, failed, waiting):
@@ -226,6 +241,17 @@ def test_9_the_logs_of_all_ranks_are_one_by_time_with_a_colour_for_each(visit, r
     assert len(set(colours)) == 3
     page.get_by_label("Log of").select_option("rank 1")
     expect(lines).to_have_count(2)
+
+
+def test_speeds_of_ranks_follow_while_a_job_runs_and_the_focus_stays(service, visit, running):
+    page = visit(f"/jobs/{running.id}")
+    rank = page.locator("#ranks [data-rank='2']")
+    expect(rank).to_contain_text("step 298")
+    rank.focus()
+    told = {"at": 1e9, "attempt": 1, "ranks": {"2": {"step": 400}}}
+    (service.home / "state" / "jobs" / running.id / "ranks.json").write_text(json.dumps(told))
+    expect(rank).to_contain_text("step 400", timeout=30_000)
+    expect(rank).to_be_focused()
 
 
 def test_10_jobs_are_compared_by_curves_specification_and_code(visit, ended):
