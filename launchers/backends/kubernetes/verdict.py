@@ -19,9 +19,7 @@ VISIBLE_S = 30.0  # a Job that was just created may not be seen yet
 _OVER = ("Succeeded", "Failed")
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 # What a registry says, or the kubelet of a name, that will not be another answer later.
-_NO_IMAGE = re.compile(
-    "not found|manifest unknown|denied|unauthorized|forbidden|InvalidImageName|ErrImageNeverPull", re.I
-)
+_NO_IMAGE = re.compile("not found|manifest unknown|denied|unauthorized|forbidden|InvalidImage|ErrImageNever", re.I)
 _NO_START = ("StartError", "ContainerCannotRun", "RunContainerError", "CreateContainerError")
 # Reasons of the condition DisruptionTarget that are the node's end; the rest is preemption.
 _NODE_GONE = ("DeletionByTaintManager", "DeletionByPodGC")
