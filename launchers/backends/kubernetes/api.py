@@ -7,14 +7,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
 
+from orc.launchers.backends.kubernetes.options import Access
 from orc.launchers.containers.http import exchange, refusal, unless_refused
 from orc.launchers.errors import BackendError, BackendUnreachable
-
-if TYPE_CHECKING:
-    from orc.launchers.backends.kubernetes.options import Access
 
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 PAGE = 500  # objects of a list in one answer

@@ -62,8 +62,7 @@ def discover(options: Mapping[str, str], name: str | None) -> DiscoveredCluster:
     """Describe the namespace of a context. Raises `LaunchError`."""
     access = Access.model_validate(dict(options))
     api = Api(access, "kubernetes")
-    found = api.items("persistentvolumeclaims")
-    claims = {claim["metadata"]["name"]: claim["spec"].get("accessModes", ()) for claim in found}
+    claims = {c["metadata"]["name"]: c["spec"].get("accessModes", ()) for c in api.items("persistentvolumeclaims")}
     shared = [claim for claim, modes in claims.items() if "ReadWriteMany" in modes]
     warning = Finding("warning", "no claim is ReadWriteMany: pods of several nodes have no volume to share")
     able, named = devices(api.list_cluster("nodes")), name or access.context or "kubernetes"

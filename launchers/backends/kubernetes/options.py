@@ -32,8 +32,7 @@ Device = Annotated[str, matching(r"[-A-Za-z0-9.]+/[-A-Za-z0-9_.]+", "the name of
 Effect = Annotated[str, one_of("NoSchedule", "PreferNoSchedule", "NoExecute")]
 Medium = Annotated[str, one_of("disk", "memory")]
 Count = Annotated[int, whole(0, 4096)]
-_PLACE = "the URL of a place in an object store"
-Url = Annotated[str, matching(r"[a-z][-+.a-z0-9]*://[^\s]+", _PLACE, "s3://bucket/orc")]
+Url = Annotated[str, matching(r"[a-z][-+.a-z0-9]*://\S+", "the URL of a place in an object store", "s3://bucket/orc")]
 Period = Annotated[float, seconds(1, 365 * 86400)]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
 
+from orc.launchers.backends.kubernetes.api import Api
 from orc.launchers.backends.kubernetes.manifests import ATTEMPT, MAIN
 from orc.launchers.backends.kubernetes.verdict import waiting_of
 from orc.launchers.containers.held import HeldFiles
@@ -14,9 +15,6 @@ from orc.launchers.containers.helper import HelperTransport
 from orc.launchers.containers.http import GONE, TIMEOUT_S, unless_refused
 from orc.launchers.containers.transport import Channel
 from orc.launchers.errors import BackendError, BackendUnreachable
-
-if TYPE_CHECKING:
-    from orc.launchers.backends.kubernetes.api import Api
 
 _PROTOCOLS = "v5.channel.k8s.io,v4.channel.k8s.io"
 _INDEX = "batch.kubernetes.io/job-completion-index"

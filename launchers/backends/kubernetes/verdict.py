@@ -6,14 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from orc.launchers.attempts.reader import AttemptRecords
 from orc.launchers.backends.base import Cause, Observation, Phase
 from orc.launchers.backends.kubernetes.manifests import MARGIN_S, WINDOW
 from orc.launchers.backends.verdict import observe, with_cancellation, with_word
-
-if TYPE_CHECKING:
-    from orc.launchers.attempts.reader import AttemptRecords
 
 VISIBLE_S = 30.0  # a Job that was just created may not be seen yet
 _OVER = ("Succeeded", "Failed")
