@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from orc.launchers.errors import BackendUnreachable, LaunchError
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -15,3 +17,8 @@ class Finding:
     where: str = ""  # the name of a host of the placement when that host is to blame: another may be taken instead
     hint: str = ""
     unreachable: bool = False  # an error because nobody answered: it says nothing about the plan
+
+    @classmethod
+    def of(cls, error: LaunchError, where: str) -> Finding:
+        """Return the finding that the check itself has failed with *error*."""
+        return cls("error", error.what, where, error.hint, unreachable=isinstance(error, BackendUnreachable))

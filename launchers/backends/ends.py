@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from orc.launchers.attempts.reader import read_attempts
 from orc.launchers.backends.base import Cause, Observation, Phase, cancel_request
@@ -16,22 +17,24 @@ if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport
 
 ENDED = "ended.json"
+_SIDE_BY_SIDE = 32
+T = TypeVar("T")
 
 
-def _by_transport(files: Iterable[tuple[Transport, str]]) -> dict[Transport, list[str]]:
-    found: dict[Transport, list[str]] = {}
+def _ask_all(
+    files: Iterable[tuple[Transport, str]], ask: Callable[[Transport, list[str]], Mapping[str, T]]
+) -> dict[str, T]:
+    """Return what *ask* finds over each transport for its directories, side by side: a silent one delays no other."""
+    homes: dict[Transport, list[str]] = {}
     for transport, home in files:
-        found.setdefault(transport, []).append(home)
-    return found
+        homes.setdefault(transport, []).append(home)
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
+        return {path: each for found in pool.map(ask, homes, homes.values()) for path, each in found.items()}
 
 
 def read_all(files: Iterable[tuple[Transport, str]], planned: Mapping[str, int]) -> dict[str, AttemptRecords]:
     """Return the records of attempts by their directories; see `read_attempts`."""
-    return {
-        home: records
-        for transport, homes in _by_transport(files).items()
-        for home, records in read_attempts(transport, homes, {home: planned[home] for home in homes}).items()
-    }
+    return _ask_all(files, lambda transport, homes: read_attempts(transport, homes, {h: planned[h] for h in homes}))
 
 
 def ask_to_end(transport: Transport, home: str, grace: timedelta) -> None:
@@ -49,10 +52,10 @@ def write_end(transport: Transport, home: str, seen: Observation) -> None:
 def read_ends(files: Iterable[tuple[Transport, str]]) -> dict[str, Observation]:
     """Return what `write_end` has noted, by the attempts' directories."""
     found = {}
-    for transport, homes in _by_transport(files).items():
-        for path, data in transport.read_many([f"{home}/{ENDED}" for home in homes]).items():
-            told = json.loads(data)
-            cause = Cause(told["cause"]) if told["cause"] else None
-            seen = Observation(Phase(told["phase"]), cause, told["reason"], ended_at=told["at"])
-            found[path.removesuffix(f"/{ENDED}")] = seen
+    wanted = ((transport, f"{home}/{ENDED}") for transport, home in files)
+    for path, data in _ask_all(wanted, lambda transport, paths: transport.read_many(paths)).items():
+        told = json.loads(data)
+        cause = Cause(told["cause"]) if told["cause"] else None
+        seen = Observation(Phase(told["phase"]), cause, told["reason"], ended_at=told["at"])
+        found[path.removesuffix(f"/{ENDED}")] = seen
     return found

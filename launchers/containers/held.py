@@ -35,6 +35,7 @@ class HeldFiles(ContainerTransport):
         super().__init__("its containers", python)
         self.home = home
         self.unread = ""  # why records are missing of a container that runs, once that is so
+        self._log = ("", b"")  # path and content of the log that was read last: it is read piece by piece
 
     @abc.abstractmethod
     def kept(self) -> Mapping[str, bytes]:
@@ -82,10 +83,12 @@ class HeldFiles(ContainerTransport):
                 return super().read(path, offset=offset, limit=limit)
             except NothingRuns:
                 raise FileNotFoundError(path) from None
-        number, rank = int(log[2]), log[1] == "rank"
-        text = self.output(number // self._nproc() if rank else number) or ""
-        data = text_of([text], rank=number if rank else None) if text else b""
-        return data[offset:] if limit is None else data[offset : offset + limit]
+        end = None if limit is None else offset + limit
+        if end is None or self._log[0] != path or len(self._log[1]) < end:
+            number, rank = int(log[2]), log[1] == "rank"
+            text = self.output(number // self._nproc() if rank else number) or ""
+            self._log = (path, text_of([text], rank=number if rank else None) if text else b"")
+        return self._log[1][offset:end]
 
     def read_many(self, paths: Iterable[str], *, limit: int = RECORD_BYTES) -> dict[str, bytes]:
         """See `Transport.read_many`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from orc.launchers.errors import BackendError, BackendUnreachable
@@ -15,11 +16,20 @@ class ApiRefusal(BackendError):
     """The API has answered with an error: nothing was changed."""
 
     code = 0
-    kind = ""  # of the object that it is about
 
 
 class Uncertain(BackendUnreachable):
     """The request was sent and no answer came: it may have had its effect."""
+
+
+@contextmanager
+def unless_refused(*codes: int) -> Iterator[None]:
+    """Leave the block where the API refuses with one of *codes*; other refusals are raised."""
+    try:
+        yield
+    except ApiRefusal as error:
+        if error.code not in codes:
+            raise
 
 
 def exchange(
@@ -48,10 +58,10 @@ def exchange(
     return bytes(answer.data)
 
 
-def refusal(status: int, what: str, where: str, hint: str = "", kind: str = "") -> BackendError:
+def refusal(status: int, what: str, where: str, hint: str = "") -> BackendError:
     """Return the error for the status of an answer: a server that is not well is asked again."""
     if status == 429 or status >= 500:
         return (Uncertain if status >= 500 else BackendUnreachable)(f"the API server: {what}", where=where)
     error = ApiRefusal(what, where=where, hint=hint)
-    error.code, error.kind = status, kind
+    error.code = status
     return error

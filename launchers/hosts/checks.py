@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
+from orc.launchers.errors import BackendError, LaunchError
 from orc.launchers.findings import Finding
 from orc.launchers.oldest_python import python_problem
 from orc.launchers.remote.programs import Program
@@ -80,8 +80,7 @@ def compare_hosts(
     found: list[Finding] = []
     for one in facts_by_host:
         if one.error is not None:
-            silent = isinstance(one.error, BackendUnreachable)
-            found.append(Finding("error", one.error.what, one.name, one.error.hint, unreachable=silent))
+            found.append(Finding.of(one.error, one.name))
         else:
             found += _alone(one, gpus, own_python)
             if gpus and not environment and one.facts["torch"] and not one.facts["cuda"]:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
+from orc.launchers.errors import BackendError, LaunchError
 from orc.launchers.findings import Finding
 from orc.launchers.hosts.checks import PROBE
 
@@ -96,10 +96,7 @@ def _answer(conversation: Process, name: str) -> dict[str, Any]:
 
 def find_blocked_pairs(blocked: Sequence[BlockedConnection], failed: Mapping[str, LaunchError]) -> list[Finding]:
     """Return one finding per pair of hosts between which no connection is made. Pure."""
-    found = [
-        Finding("error", error.what, name, error.hint, unreachable=isinstance(error, BackendUnreachable))
-        for name, error in failed.items()
-    ]
+    found = [Finding.of(error, name) for name, error in failed.items()]
     by_pair: dict[frozenset[str], list[BlockedConnection]] = {}
     for one in blocked:
         by_pair.setdefault(frozenset((one.source, one.target)), []).append(one)

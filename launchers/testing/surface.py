@@ -27,7 +27,9 @@ STABLE: dict[str, frozenset[str]] = {
     ),
     "orc.launchers.containers.held": frozenset({"HeldFiles"}),
     "orc.launchers.containers.helper": frozenset({"HelperTransport", "wait_for"}),
-    "orc.launchers.containers.http": frozenset({"GONE", "TIMEOUT_S", "ApiRefusal", "Uncertain", "exchange", "refusal"}),
+    "orc.launchers.containers.http": frozenset(
+        {"GONE", "TIMEOUT_S", "ApiRefusal", "Uncertain", "exchange", "refusal", "unless_refused"}
+    ),
     "orc.launchers.containers.layout": frozenset(),
     "orc.launchers.containers.objects": frozenset({"ObjectStore"}),
     "orc.launchers.containers.output": frozenset({"text_of"}),

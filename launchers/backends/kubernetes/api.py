@@ -7,14 +7,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
 
-from orc.launchers.containers.http import ApiRefusal, exchange, refusal
+from orc.launchers.backends.kubernetes.options import Access
+from orc.launchers.containers.http import exchange, refusal, unless_refused
 from orc.launchers.errors import BackendError, BackendUnreachable
-
-if TYPE_CHECKING:
-    from orc.launchers.backends.kubernetes.options import Access
 
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 PAGE = 500  # objects of a list in one answer
@@ -142,7 +140,8 @@ class Api:
             hint = f"This Role, bound to the account, is what orc needs:\n{role(self.access, self.namespace)}"
         elif status == 404 and kind == "namespaces":
             hint = "Correct `namespace` under `options:` of the cluster."
-        return refusal(status, what, self.where, hint, kind)
+            status = 0  # it says nothing of the object
+        return refusal(status, what, self.where, hint)
 
     def get(self, resource: str, name: str) -> dict[str, Any] | None:
         """Return an object; `None` when there is none."""
@@ -157,12 +156,9 @@ class Api:
         self._unless(404, "DELETE", self.path(resource, name), {"propagationPolicy": "Background"})
 
     def _unless(self, code: int, method: str, path: str, body: Any = None) -> dict[str, Any] | None:
-        try:
+        with unless_refused(code):
             return dict(self.request(method, path, body=body))
-        except ApiRefusal as error:
-            if error.code != code or error.kind == "namespaces":
-                raise
-            return None
+        return None
 
     def items(self, resource: str, labels: str = "", path: str = "") -> Iterator[dict[str, Any]]:
         """Yield the objects with these labels, in pages."""
@@ -176,9 +172,6 @@ class Api:
 
     def list_cluster(self, resource: str) -> list[dict[str, Any]]:
         """Return the objects of the whole cluster; none where the account may not list them."""
-        try:
+        with unless_refused(403):
             return [*self.items(resource, path=f"/api/v1/{resource}")]
-        except ApiRefusal as error:
-            if error.code != 403:
-                raise
-            return []
+        return []

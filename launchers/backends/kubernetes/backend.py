@@ -29,7 +29,7 @@ from orc.launchers.backends.kubernetes.options import KIND, Access, ClusterOptio
 from orc.launchers.backends.kubernetes.transport import GateTransport, PodFiles
 from orc.launchers.containers.attempt import private_inputs
 from orc.launchers.containers.helper import wait_for
-from orc.launchers.containers.http import ApiRefusal, Uncertain
+from orc.launchers.containers.http import ApiRefusal, Uncertain, unless_refused
 from orc.launchers.containers.layout import AGENT, SECRETS
 from orc.launchers.containers.own_disk import OwnDisk
 from orc.launchers.containers.rendering import refuse_container
@@ -73,7 +73,7 @@ class KubernetesBackend(base.Backend):
         place = OwnDisk(manifests.HOME, manifests.INPUTS, f"{manifests.PRIVATE}/own", self.options.store)
         self.own = place if cluster.root is None else None  # of pods that share no volume
         self.layout, self.python = place.layout() if self.own else Layout.at(self.root), cluster.python or "python3"
-        self.jobs = "jobsets" if self.options.jobset else "jobs"
+        self.jobs, self.others = ("jobsets", "jobs") if self.options.jobset else ("jobs", "jobsets")
         self.api = Api(self.options, f"cluster {cluster.name}")
 
     @property
@@ -173,8 +173,7 @@ class KubernetesBackend(base.Backend):
         """Return the store on the shared volume."""
         if self.own:
             return super().stores(plan)
-        name = self.cluster.name
-        return Targets({name: (self.transport, self.root)}, {name: self.python}, shared=True)
+        return Targets({self.cluster.name: (self.transport, self.root)}, {self.cluster.name: self.python}, shared=True)
 
     # -- the start
 
@@ -231,19 +230,28 @@ class KubernetesBackend(base.Backend):
     def _adopt(self, marker: str) -> Handle | None:
         """Return the Job of an attempt, with which its other objects go from now on."""
         name = manifests.job_name(AttemptId.from_marker(marker))
-        if (job := self.api.get(self.jobs, name)) is None:
+        kind, job = self._job(name)
+        if job is None:
             return None
         meta = job["metadata"]
         if (said := meta.get("annotations") or {}).get(manifests.MARKER) != marker:
             what = f"there is a Job named {name} already, and it is not this attempt's"
             raise BackendError(what, where=self.api.where, hint="Submit again.")
-        owner = {"apiVersion": GROUPS[self.jobs], "kind": job["kind"], "name": name, "uid": meta["uid"]}
+        owner = {"apiVersion": GROUPS[kind], "kind": job["kind"], "name": name, "uid": meta["uid"]}
         for resource in said.get(manifests.OWNS, "").split():
             with suppress(LaunchError):  # `reap` deletes it after the attempt, or `orc prune` later
                 body = {"metadata": {"ownerReferences": [owner]}}
                 self.api.request("PATCH", self.api.path(resource, name), body=body)
         at = verdict.seconds(meta["creationTimestamp"]) or 0.0
         return Handle(self.cluster.name, self.kind, marker, name, at)
+
+    def _job(self, name: str) -> tuple[str, dict[str, Any] | None]:
+        """Return a Job or a JobSet and which of both it is: `jobset` may have been switched since."""
+        if (job := self.api.get(self.jobs, name)) is None:
+            with unless_refused(403):  # who may not see the other kind has made none
+                if (job := self.api.get(self.others, name)) is not None:
+                    return self.others, job
+        return self.jobs, job
 
     # -- afterwards
 
@@ -298,7 +306,7 @@ class KubernetesBackend(base.Backend):
 
     def _end(self, name: str) -> None:
         """Delete the Job of an attempt. Where a ConfigMap keeps how it ended, it does so without the code."""
-        self.api.delete(self.jobs, name)
+        self.api.delete(self._job(name)[0], name)
         if self.own and not self.own.store:
             with suppress(ApiRefusal):  # it has gone with the Job
                 self.api.request("PATCH", self.api.path("configmaps", name), body={"binaryData": None})
@@ -322,12 +330,12 @@ class KubernetesBackend(base.Backend):
 
     def reap(self, handle: Handle) -> None:
         """Delete a Job that goes on although its attempt is over, and the Secret; without a Job, what else is left."""
-        job = self.api.get(self.jobs, handle.native_id)
+        kind, job = self._job(handle.native_id)
         if job is not None and verdict.has_ended(job):
             self._adopt(handle.marker)
             self._forget(handle.native_id, "secrets")
         else:
-            self._forget(handle.native_id, self.jobs, *manifests.OWNED)
+            self._forget(handle.native_id, kind, *manifests.OWNED)
 
     def entries(self, handle: Handle) -> list[base.NodeEntry]:
         """Return the ways to the pods, by a program of orc that speaks to the API server."""
@@ -348,7 +356,7 @@ class KubernetesBackend(base.Backend):
 
     def leftovers(self, live: Collection[str], over: Collection[str]) -> list[Leftover]:
         """Return Jobs that go on for no live attempt, Secrets without one, and the gates where nothing is live."""
-        return list(queueing.leftovers(self.api, self.jobs, live, over))
+        return list(queueing.leftovers(self.api, (self.jobs, self.others), live, over))
 
     def sweep(self, leftover: Leftover) -> None:
         """Delete it and what it owns, and wait until it is gone."""

@@ -9,7 +9,7 @@ from orc.launchers.backends.base import DiscoveredCluster
 from orc.launchers.backends.kubernetes.api import Api, group_of, needed, role
 from orc.launchers.backends.kubernetes.options import Access, PodOptions
 from orc.launchers.backends.kubernetes.queueing import devices
-from orc.launchers.errors import BackendUnreachable, LaunchError
+from orc.launchers.errors import LaunchError
 from orc.launchers.findings import Finding
 
 
@@ -19,7 +19,7 @@ def preflight(api: Api, options: PodOptions, resource: str, job: str, cluster: s
         found = list(_claims(api, options, cluster))
         api.request("POST", api.path(resource), {"dryRun": "All"}, job)
     except LaunchError as error:
-        return [] if getattr(error, "code", 0) == 409 else [_finding(error, cluster)]
+        return [] if getattr(error, "code", 0) == 409 else [Finding.of(error, cluster)]
     return found
 
 
@@ -32,11 +32,7 @@ def check(api: Api, options: PodOptions, cluster: str) -> list[Finding]:
             return [Finding("error", f"the account may not: {', '.join(missing)}", cluster, hint)]
         return list(_claims(api, options, cluster))
     except LaunchError as error:
-        return [_finding(error, cluster)]
-
-
-def _finding(error: LaunchError, cluster: str) -> Finding:
-    return Finding("error", error.what, cluster, error.hint, unreachable=isinstance(error, BackendUnreachable))
+        return [Finding.of(error, cluster)]
 
 
 def _allowed(api: Api, kind: str, verb: str) -> bool:
@@ -66,8 +62,7 @@ def discover(options: Mapping[str, str], name: str | None) -> DiscoveredCluster:
     """Describe the namespace of a context. Raises `LaunchError`."""
     access = Access.model_validate(dict(options))
     api = Api(access, "kubernetes")
-    found = api.items("persistentvolumeclaims")
-    claims = {claim["metadata"]["name"]: claim["spec"].get("accessModes", ()) for claim in found}
+    claims = {c["metadata"]["name"]: c["spec"].get("accessModes", ()) for c in api.items("persistentvolumeclaims")}
     shared = [claim for claim, modes in claims.items() if "ReadWriteMany" in modes]
     warning = Finding("warning", "no claim is ReadWriteMany: pods of several nodes have no volume to share")
     able, named = devices(api.list_cluster("nodes")), name or access.context or "kubernetes"

@@ -6,17 +6,15 @@ import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from orc.launchers.agent.config import AgentConfig
 from orc.launchers.backends.kubernetes.api import GROUPS
-from orc.launchers.backends.kubernetes.options import PodOptions, Volume, root_volume
+from orc.launchers.backends.kubernetes.options import PodOptions, Toleration, Volume, root_volume
 from orc.launchers.containers.template import merged
 from orc.launchers.errors import RenderError
-
-if TYPE_CHECKING:
-    from orc.launchers.agent.config import AgentConfig
-    from orc.launchers.ids import AttemptId
-    from orc.launchers.spec import JobSpec
+from orc.launchers.ids import AttemptId
+from orc.launchers.spec import JobSpec
 
 ATTEMPT = "orc-launch/attempt"  # label: the name of the Job
 GATE = "orc-launch/gate"  # label of the gates
@@ -147,10 +145,6 @@ def _pod(options: PodOptions, where: str, command: Sequence[str], resources: Map
         raise RenderError("the pods have no image", where=where, hint=hint)
     words = [word.replace("$(", "$$(") for word in command]  # which Kubernetes would take for a variable
     main = {"name": MAIN, "image": options.image, "command": words, "resources": dict(resources), "volumeMounts": []}
-    tolerations = [
-        {"operator": "Equal" if each.value else "Exists", **each.model_dump(exclude_none=True)}
-        for each in options.tolerations
-    ]
     given = {
         "serviceAccountName": options.service_account,
         "nodeSelector": dict(options.node_selector),
@@ -159,7 +153,7 @@ def _pod(options: PodOptions, where: str, command: Sequence[str], resources: Map
         "hostNetwork": options.host_network,
         "dnsPolicy": "ClusterFirstWithHostNet" if options.host_network else None,
         "imagePullSecrets": [{"name": name} for name in options.image_pull_secrets],
-        "tolerations": tolerations,
+        "tolerations": [_toleration(each) for each in options.tolerations],
     }
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -175,6 +169,10 @@ def _pod(options: PodOptions, where: str, command: Sequence[str], resources: Map
     for number, each in enumerate(options.volumes):
         _mount(pod, f"orc-{number}", _source(each), each.path, readOnly=each.read_only, subPath=each.sub_path)
     return pod
+
+
+def _toleration(each: Toleration) -> dict[str, Any]:
+    return {"operator": "Equal" if each.value else "Exists", **each.model_dump(exclude_none=True)}
 
 
 def _mount(pod: dict[str, Any], name: str, source: Mapping[str, Any], path: str, **more: Any) -> None:

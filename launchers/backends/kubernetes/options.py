@@ -32,9 +32,7 @@ Device = Annotated[str, matching(r"[-A-Za-z0-9.]+/[-A-Za-z0-9_.]+", "the name of
 Effect = Annotated[str, one_of("NoSchedule", "PreferNoSchedule", "NoExecute")]
 Medium = Annotated[str, one_of("disk", "memory")]
 Count = Annotated[int, whole(0, 4096)]
-Url = Annotated[
-    str, matching(r"[a-z][-+.a-z0-9]*://[^\s]+", "the URL of a place in an object store", "s3://bucket/orc")
-]
+Url = Annotated[str, matching(r"[a-z][-+.a-z0-9]*://\S+", "the URL of a place in an object store", "s3://bucket/orc")]
 Period = Annotated[float, seconds(1, 365 * 86400)]
 
 
@@ -113,11 +111,8 @@ def read_cluster(cluster: Cluster) -> ClusterOptions:
     options = validate_options(ClusterOptions, cluster.options, f"{where}: options")
     _check_volumes(options.volumes, where)
     if cluster.root is not None and (root_volume(options, cluster.root) is None or options.store):
-        why = (
-            "and there is a store: give one of both"
-            if options.store
-            else "is in no volume that all pods share and can write"
-        )
+        why = "is in no volume that all pods share and can write"
+        why = "and there is a store: give one of both" if options.store else why
         hint = "Write for example  root: /shared/orc, and in the options  volumes: [{claim: data, path: /shared}]."
         raise SpecError(f"root: {cluster.root} {why}", where=where, hint=hint)
     return options

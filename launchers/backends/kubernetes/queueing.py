@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orc.launchers.backends.base import Handle, Leftover, PartitionReport, QueuedJob, QueueReport
+from orc.launchers.backends.kubernetes.api import Api
 from orc.launchers.backends.kubernetes.manifests import ATTEMPT, GATE, MARKER, OWNED
 from orc.launchers.backends.kubernetes.verdict import has_ended, seconds, waiting_of
+from orc.launchers.containers.http import unless_refused
 from orc.launchers.errors import LaunchError
-
-if TYPE_CHECKING:
-    from orc.launchers.backends.kubernetes.api import Api
 
 COMPLAINTS = 10  # attempts without pods that are asked about in one look
 
@@ -81,12 +80,16 @@ def _of_controller(api: Api, job: Mapping[str, Any]) -> str:
     return said[-1][1] if said else ""
 
 
-def leftovers(api: Api, resource: str, live: Collection[str], over: Collection[str]) -> Iterator[Leftover]:
+def leftovers(api: Api, kinds: Sequence[str], live: Collection[str], over: Collection[str]) -> Iterator[Leftover]:
     """Yield what orc has made in the namespace and no attempt of *live* needs."""
-    jobs = {job["metadata"]["name"]: job for job in api.items(resource, ATTEMPT)}
-    going = [(resource, job) for job in jobs.values() if not has_ended(job)]  # Kubernetes deletes what has ended
+    jobs = [(kinds[0], job) for job in api.items(kinds[0], ATTEMPT)]
+    with unless_refused(403, 404):  # of the other kind there may be none
+        jobs += [(kinds[1], job) for job in api.items(kinds[1], ATTEMPT)]
+    jobs = [(kind, job) for kind, job in jobs if "ownerReferences" not in job["metadata"]]  # not those of a JobSet
+    names = {job["metadata"]["name"] for _, job in jobs}
+    going = [(kind, job) for kind, job in jobs if not has_ended(job)]  # Kubernetes deletes what has ended
     owned = [(kind, each) for kind in OWNED for each in api.items(kind, ATTEMPT)]
-    lone = [(kind, each) for kind, each in owned if each["metadata"]["name"] not in jobs]
+    lone = [(kind, each) for kind, each in owned if each["metadata"]["name"] not in names]
     gates = [] if live else [("pods", pod) for pod in api.items("pods", GATE)]
     for kind, item in (*going, *lone, *gates):
         meta = item["metadata"]

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import urlencode
 
+from orc.launchers.backends.kubernetes.api import Api
 from orc.launchers.backends.kubernetes.manifests import ATTEMPT, MAIN
 from orc.launchers.backends.kubernetes.verdict import waiting_of
 from orc.launchers.containers.held import HeldFiles
 from orc.launchers.containers.helper import HelperTransport
-from orc.launchers.containers.http import GONE, TIMEOUT_S, ApiRefusal
+from orc.launchers.containers.http import GONE, TIMEOUT_S, unless_refused
 from orc.launchers.containers.transport import Channel
 from orc.launchers.errors import BackendError, BackendUnreachable
-
-if TYPE_CHECKING:
-    from orc.launchers.backends.kubernetes.api import Api
 
 _PROTOCOLS = "v5.channel.k8s.io,v4.channel.k8s.io"
 _INDEX = "batch.kubernetes.io/job-completion-index"
@@ -96,16 +93,6 @@ def pods_of(api: Api, job: str, node: str = "") -> list[tuple[str, dict[str, Any
     return [(p["metadata"]["name"], {**p["status"], "node": int(p["metadata"]["labels"][_INDEX])}) for p in found]
 
 
-@contextmanager
-def _where_it_is() -> Iterator[None]:
-    """Do nothing with a container that has not begun, or has ended; what is not allowed is raised."""
-    try:
-        yield
-    except ApiRefusal as error:
-        if error.code not in GONE:
-            raise
-
-
 class PodFiles(HeldFiles):
     """Files of an attempt whose pods share nothing: a ConfigMap keeps what must outlive the Job."""
 
@@ -131,7 +118,7 @@ class PodFiles(HeldFiles):
 
     def output(self, node: int) -> str | None:
         """See `HeldFiles.output`."""
-        with _where_it_is():
+        with unless_refused(*GONE):
             for name, _ in pods_of(self._api, self._job, str(node)):
                 path = self._api.path("pods", name, "log")
                 return self._api.content("GET", path, {"container": MAIN}).decode(errors="replace")
@@ -139,7 +126,7 @@ class PodFiles(HeldFiles):
 
     def first(self, command: Sequence[str]) -> PodChannel | None:
         """See `HeldFiles.first`."""
-        with _where_it_is():
+        with unless_refused(*GONE):
             for name, status in pods_of(self._api, self._job, "0"):
                 return PodChannel(self._api, name, command) if status["phase"] == "Running" else None
         return None

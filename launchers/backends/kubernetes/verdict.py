@@ -6,22 +6,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from orc.launchers.attempts.reader import AttemptRecords
 from orc.launchers.backends.base import Cause, Observation, Phase
 from orc.launchers.backends.kubernetes.manifests import MARGIN_S, WINDOW
 from orc.launchers.backends.verdict import observe, with_cancellation, with_word
-
-if TYPE_CHECKING:
-    from orc.launchers.attempts.reader import AttemptRecords
 
 VISIBLE_S = 30.0  # a Job that was just created may not be seen yet
 _OVER = ("Succeeded", "Failed")
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 # What a registry says, or the kubelet of a name, that will not be another answer later.
-_NO_IMAGE = re.compile(
-    "not found|manifest unknown|denied|unauthorized|forbidden|InvalidImageName|ErrImageNeverPull", re.I
-)
+_NO_IMAGE = re.compile("not found|manifest unknown|denied|unauthorized|forbidden|InvalidImage|ErrImageNever", re.I)
 _NO_START = ("StartError", "ContainerCannotRun", "RunContainerError", "CreateContainerError")
 # Reasons of the condition DisruptionTarget that are the node's end; the rest is preemption.
 _NODE_GONE = ("DeletionByTaintManager", "DeletionByPodGC")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from orc.launchers.backends.sagemaker.images import is_pending, pending, python_of
 from orc.launchers.backends.sagemaker.names import ACCOUNT, is_default_bucket, split_uri
 from orc.launchers.backends.sagemaker.rendering import request_of
-from orc.launchers.errors import BackendUnreachable, LaunchError
+from orc.launchers.errors import LaunchError
 from orc.launchers.findings import Finding
 from orc.launchers.oldest_python import python_problem
 
@@ -25,7 +25,7 @@ def check(service: AwsService, plan: Plan, cluster: str) -> list[Finding]:
     try:
         account, identity = service.account(), service.identity()
     except LaunchError as error:
-        return [_finding(error, cluster)]
+        return [Finding.of(error, cluster)]
     if account != identity:
         what = f"the credentials are of the account {identity}, the cluster's account is {account}"
         return [Finding("error", what, cluster, "Choose another profile, or correct `account`.")]
@@ -34,7 +34,7 @@ def check(service: AwsService, plan: Plan, cluster: str) -> list[Finding]:
         if not service.has_bucket(bucket.replace(ACCOUNT, account)):
             findings.append(_no_bucket(bucket.replace(ACCOUNT, account), cluster, default=is_default_bucket(bucket)))
     except LaunchError as error:
-        findings.append(_finding(error, cluster))
+        findings.append(Finding.of(error, cluster))
     if problem := service.role_problem(str(request["RoleArn"]).replace(ACCOUNT, account)):
         findings.append(Finding("error", problem, cluster, "Correct `role`, the execution role of training jobs."))
     image = str(request["AlgorithmSpecification"]["TrainingImage"])
@@ -43,7 +43,7 @@ def check(service: AwsService, plan: Plan, cluster: str) -> list[Finding]:
             image = service.image(pending(image))
             findings.append(Finding("info", f"the SDK knows the image: {image}", cluster))
         except LaunchError as error:
-            findings.append(_finding(error, cluster))
+            findings.append(Finding.of(error, cluster))
     orders = json.loads(plan.files[0].content)
     if request["EnableNetworkIsolation"] and any("pip install" in line for line in orders["setup"]):
         what = "enable_network_isolation: without a network the job cannot install its requirements"
@@ -68,8 +68,3 @@ def _no_bucket(bucket: str, cluster: str, *, default: bool) -> Finding:
     if default:
         return Finding("info", f"the bucket {bucket} will be made", cluster)
     return Finding("error", f"there is no bucket {bucket}", cluster, "Create it, or correct `bucket`.")
-
-
-def _finding(error: LaunchError, cluster: str) -> Finding:
-    away = isinstance(error, BackendUnreachable)
-    return Finding("error", error.what, cluster, error.hint, unreachable=away)

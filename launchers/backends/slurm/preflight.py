@@ -37,8 +37,7 @@ def _slurm(client: SlurmClient, plan: Plan, cluster: str) -> list[Finding]:
         version = client.version()
         partitions = client.partitions()
     except BackendError as error:
-        silent = isinstance(error, BackendUnreachable)
-        return [Finding("error", error.what, error.where or cluster, error.hint, unreachable=silent)]
+        return [Finding.of(error, error.where or cluster)]
     found = [Finding("info", version, cluster)]
     found += _short(plan, cluster)
     script = next(file.content for file in plan.files if file.path.endswith(".sbatch"))

@@ -21,6 +21,7 @@ class Held(HeldFiles):
     def __init__(self) -> None:
         super().__init__(HOME, "python3")
         self.has_ended, self.kept_files = False, {"agent.json": b'{"nnodes": 2, "nproc": 1}'}
+        self.log, self.asked = LOG, 0
 
     def kept(self) -> dict[str, bytes]:
         return self.kept_files
@@ -32,7 +33,8 @@ class Held(HeldFiles):
         return {0: json.dumps({"exit": {"node": 0, "outcome": "succeeded"}})} if self.has_ended else {1: "no record"}
 
     def output(self, node: int) -> str | None:
-        return LOG if node == 1 else None
+        self.asked += 1
+        return self.log if node == 1 else None
 
     def first(self, command: Sequence[str]) -> Channel | None:
         if self.has_ended:
@@ -63,6 +65,14 @@ def test_the_log_of_a_rank_is_what_its_container_has_printed_from_any_byte_on() 
     assert held.read(f"{HOME}/logs/rank-1.log", offset=4, limit=2) == b"tw"
     assert held.read(f"{HOME}/logs/node-1.log") == b"the node's own\n"
     assert held.read(f"{HOME}/logs/rank-0.log") == b""
+
+
+def test_a_log_that_is_read_piece_by_piece_is_fetched_again_for_what_is_new_alone() -> None:
+    held, path = Held(), f"{HOME}/logs/rank-1.log"
+    pieces = [held.read(path, offset=offset, limit=2) for offset in range(0, 8, 2)]
+    assert (b"".join(pieces), held.asked) == (b"one\ntwo\n", 1)
+    held.log += "[rank 1] three\n"
+    assert held.read(path, offset=8, limit=10) == b"three\n"
 
 
 def test_what_must_outlive_the_containers_is_kept_and_no_other_file_can_be_written_without_them() -> None:

@@ -83,6 +83,22 @@ def test_ranks_meet_by_the_name_of_the_first_pod_and_everything_goes_with_the_jo
     assert [kubernetes_testbed.store.list(kind, NAMESPACE) for kind in ("jobs", "services")] == [[], []]
 
 
+def test_an_attempt_is_found_and_ended_as_what_it_is_after_jobset_was_switched(
+    make_job: MakeJob, kubernetes_testbed: KubernetesTestbed
+) -> None:
+    job = make_job(WAITING).submit()
+    job.until_log(0, "named")
+    other = KubernetesBackend(kubernetes_testbed.cluster(jobset=not job.backend.options.jobset))  # type: ignore[attr-defined]
+    assert other.submit(job.plan, {}) == other.find(job.plan.marker) == job.handle
+    kinds = ("jobs", "jobsets")
+    before = [kubernetes_testbed.store.list(kind, NAMESPACE) for kind in kinds]
+    assert [len(before[0]), len(before[1])] == [1, int(job.backend.options.jobset)]  # type: ignore[attr-defined]
+    assert [each.why for each in other.leftovers((), {job.plan.marker})] == ["over", "idle"]
+    other.reap(job.handle)
+    job.until(lambda seen: [kubernetes_testbed.store.list(kind, NAMESPACE) for kind in kinds] == [[], []])
+    other.close()
+
+
 def test_a_node_that_is_lost_ends_the_attempt_whoever_owns_its_pods(
     make_job: MakeJob, kubernetes_testbed: KubernetesTestbed
 ) -> None:
