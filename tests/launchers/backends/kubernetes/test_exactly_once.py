@@ -82,8 +82,8 @@ def test_nothing_answers_neither_afterwards(unsent, kubernetes_testbed) -> None:
     faults(
         kubernetes_testbed,
         ("POST", "/jobs", "after"),
-        ("GET", unsent.plan.marker, ""),
-        ("GET", unsent.plan.marker, "503"),
+        ("GET", f"/jobs/{unsent.plan.marker}", ""),
+        ("GET", f"/jobs/{unsent.plan.marker}", "503"),
     )
     with pytest.raises(AmbiguousSubmit):
         unsent.submit()
