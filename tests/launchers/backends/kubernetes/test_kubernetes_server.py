@@ -14,7 +14,7 @@ from kubernetes_testbed import NAMESPACE, KubernetesTestbed
 from polling import polls
 
 from orc.launchers.backends.kubernetes import KubernetesBackend
-from orc.launchers.backends.kubernetes.api import ApiRefusal
+from orc.launchers.containers.http import ApiRefusal
 
 
 @pytest.fixture
