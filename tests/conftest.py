@@ -41,6 +41,7 @@ _ELSEWHERE = {
     "e2e": ("e2e", "templates"),
     "orchestrator": ("orchestrator",),
     "runtime": ("runtime",),
+    "checkpoint": ("runtime/checkpoint",),
     "runtime-parallel": ("runtime/parallel", "runtime/stand_ins", "runtime/engine"),
 }
 _MARKS = {"hosts-e2e": "hosts", "hosts": "hosts", "slurm": "slurm and not hosts"}
