@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -232,7 +233,9 @@ class LocalDestination(Destination):
         if self.leads and self._owned is not None:  # else it may be another run's
             if self._hooked and self._before is None:
                 remove_tree(self.target)
-            remove_tree(self._temporary)
+            # Another rank may be writing into it still: the save tells why it failed, and the next one removes the rest.
+            with suppress(OSError):
+                remove_tree(self._temporary)
             self._disown()
 
     def _disown(self) -> None:
