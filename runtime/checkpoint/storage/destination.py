@@ -233,7 +233,7 @@ class LocalDestination(Destination):
         if self.leads and self._owned is not None:  # else it may be another run's
             if self._hooked and self._before is None:
                 remove_tree(self.target)
-            # Another rank may be writing into it still: the save tells why it failed, and the next one removes the rest.
+            # Another rank may still write into it. The save tells why it failed, and the next one removes the rest.
             with suppress(OSError):
                 remove_tree(self._temporary)
             self._disown()
