@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OwnDisk:
-    """Places of an attempt whose containers are told nothing but their number (`entry`)."""
+    """Directories of an attempt whose containers know only their number (`entry`)."""
 
     home: str  # a directory in each container
     inputs: str  # where the platform puts what they read

@@ -147,7 +147,7 @@ def announce(connection: Connection, histories: Sequence[tuple[str, Sequence[Eve
         rows = connection.tuples(
             "SELECT j.id, j.name, j.cluster, j.owner, j.project, j.attempt, j.spec FROM jobs j "  # noqa: S608
             f"WHERE {condition} AND j.spec LIKE :subscribed",
-            parameters | {"subscribed": '%"notify":[{%'},  # canonical JSON; nobody listens to most jobs
+            parameters | {"subscribed": '%"notify":[{%'},  # canonical JSON; most jobs have no subscription
         )
         for row in rows:
             _announce(connection, row, told[row[0]], now)

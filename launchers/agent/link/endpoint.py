@@ -110,7 +110,7 @@ class LinkEndpoint(ABC):
                         channel.due.set()
                 elif "stored" in message:
                     channel.acknowledged = int(message["stored"])
-                    if f"node-{self.node}/exit.json" in self.table:  # else nobody asks whether all is delivered
+                    if f"node-{self.node}/exit.json" in self.table:  # a node that ends waits for its delivery
                         self.wake.set()
                 elif "refused" in message:
                     self.on_refused(str(message["refused"]))

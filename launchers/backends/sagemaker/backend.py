@@ -357,7 +357,7 @@ class SagemakerBackend(Backend):
         for marker, place in places.items():
             if place + AGENT in found and place + REQUEST in found:
                 request, config = (parse_object(found[place + name]) for name in (REQUEST, AGENT))
-                if request is not None and config is not None:  # else somebody has written over them
+                if request is not None and config is not None:  # another program may have overwritten them
                     self._inputs[marker] = AttemptInputs(request, config)
         return {marker: self._inputs[marker] for marker in markers if marker in self._inputs}
 

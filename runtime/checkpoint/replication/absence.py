@@ -93,7 +93,7 @@ class Responder:
         if os.getpid() != self._pid:
             return
         self._closing.set()
-        with contextlib.suppress(StoreError):  # nobody is left to know it
+        with contextlib.suppress(StoreError):  # rank 0 has ended, and with it the store
             self._store.set(f"{self.prefix}/{self._rank}/ended", "")
 
 

@@ -125,6 +125,7 @@ def test_the_metadata_of_kept_plans_follows_the_lengths():
     assert kept.plans[0].metadata(lengths[0]) == before
     fresh = Ranks()
     fresh.agree(states)
+    # Pickles that this test has made.
     now, expected = (pickle.loads(one.plans[0].metadata(lengths[1])["f"]) for one in (kept, fresh))
     assert now == expected
     assert list(now.storage_data.items()) == list(expected.storage_data.items())
