@@ -230,6 +230,21 @@ def test_a_folder_that_another_run_took_gets_nothing(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
+def test_a_directory_into_which_another_rank_still_writes_is_removed_by_the_next_save(tmp_path, monkeypatch):
+    where = local(tmp_path / "s")
+    where.prepare()
+    (where.path() / "late").touch()
+    with monkeypatch.context() as busy:
+        busy.setattr("os.rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(39, "Directory not empty")))
+        where.abandon()
+    assert names(tmp_path) == ["s.tmp"]
+    again = local(tmp_path / "s")
+    again.prepare()
+    assert "late" not in names(again.path())
+    again.abandon()
+    assert names(tmp_path) == []
+
+
 def test_only_the_rank_that_prepared_removes_what_was_prepared(tmp_path):
     where = local(tmp_path / "s")
     where.prepare()
