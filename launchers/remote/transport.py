@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
 
 from orc.launchers.agent.records import RECORD_BYTES
 from orc.launchers.errors import BackendError, BackendUnreachable
@@ -39,6 +39,14 @@ class Completed:
     status: int
     stdout: str
     stderr: str
+
+
+class WholeFile(NamedTuple):
+    """A file to be written."""
+
+    path: str
+    data: bytes
+    mode: int = 0o644
 
 
 class Process(Protocol):
@@ -112,6 +120,13 @@ class Transport(abc.ABC):
 
         Raises `BackendError` (no space, no permission), `BackendUnreachable`.
         """
+
+    def write_many(self, files: Sequence[WholeFile], directories: Sequence[str] = ()) -> None:
+        """Make *directories*, 0700, and write *files*, each as `write` does; a transport may do it in few commands."""
+        for directory in directories:
+            self.mkdir(directory)
+        for file in files:
+            self.write(file.path, file.data, mode=file.mode)
 
     @abc.abstractmethod
     def mkdir(self, path: str, *, mode: int = 0o700) -> None:

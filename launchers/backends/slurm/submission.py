@@ -12,6 +12,7 @@ from orc.launchers.backends.slurm import arrays
 from orc.launchers.backends.slurm.login import expand_agent_paths
 from orc.launchers.backends.slurm.lookup import KIND, JobLookup
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
+from orc.launchers.remote.transport import WholeFile
 
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
@@ -48,7 +49,7 @@ class Submitter:
         require_secrets(plan, secrets)
         if found := self._lookup.known([plan.marker]).get(plan.marker):
             return found
-        self._write(plan, secrets)
+        self._write([plan], secrets)
         at = time.time()
         (command,) = plan.commands
         *words, script = (self._expand_home(word) for word in command.argv)
@@ -80,22 +81,27 @@ class Submitter:
             known.update((handle.marker, handle) for handle in self._oldest_jobs(made))
         return [known[plan.marker] for plan in plans]
 
-    def _write(self, plan: Plan, secrets: Mapping[str, str]) -> None:
-        """Write the attempt's directory for its agents."""
-        directory = self._lookup.directory(plan.marker)
-        self._transport.mkdir(f"{directory}/logs")  # Slurm makes no directories for its output
-        if plan.secrets:
-            own = json.dumps({name: secrets[name] for name in plan.secrets}).encode()
-            self._transport.write(f"{directory}/{SECRETS_NAME}", own, mode=0o600)
-        for file in plan.files:
-            content = file.content
-            if self._settings.login and file.path.endswith("/agent.json"):
-                content = expand_agent_paths(content, self._transport.expand)
-            path = self._transport.expand(file.path)
-            counted = path.endswith("/agent.json") and "nnodes_from" in json.loads(content)
-            if counted and self._transport.read_many([path]):
-                continue  # by now the job may have put its real number of nodes into it
-            self._transport.write(path, content.encode(), mode=file.mode)
+    def _write(self, plans: Sequence[Plan], secrets: Mapping[str, str], others: Sequence[WholeFile] = ()) -> None:
+        """Write the directories of attempts for their agents, and *others* with them."""
+        files, counted = list(others), []
+        directories = [self._lookup.directory(plan.marker) for plan in plans]
+        for plan, directory in zip(plans, directories, strict=True):
+            if plan.secrets:
+                own = json.dumps({name: secrets[name] for name in plan.secrets}).encode()
+                files.append(WholeFile(f"{directory}/{SECRETS_NAME}", own, 0o600))
+            for file in plan.files:
+                path, content = self._transport.expand(file.path), file.content
+                if path.endswith("/agent.json"):
+                    if self._settings.login:
+                        content = expand_agent_paths(content, self._transport.expand)
+                    if "nnodes_from" in json.loads(content):
+                        counted.append(path)
+                files.append(WholeFile(path, content.encode(), file.mode))
+        kept = (
+            self._transport.read_many(counted) if counted else {}
+        )  # jobs may have put their real number of nodes there
+        logs = [f"{directory}/logs" for directory in directories]  # Slurm makes no directories for its output
+        self._transport.write_many([file for file in files if file.path not in kept], logs)
 
     def _write_array(self, name: str, plans: Sequence[Plan], secrets: Mapping[str, str]) -> str:
         """Write the directories of all attempts and of their array, with links between them; return the array's."""
@@ -103,14 +109,13 @@ class Submitter:
         places = [self._lookup.directory(plan.marker) for plan in plans]
         paths = [f"{place}/{arrays.RECORD_NAME}" for place in places]
         earlier = self._transport.read_many(paths)
-        for index, plan in enumerate(plans):
-            self._write(plan, secrets)
-            before = [one for one in arrays.elements_of(earlier.get(paths[index], b"")) if one.array != name]
+        script = arrays.array_script(plans[0], directory).encode()
+        own = [WholeFile(f"{directory}/{arrays.SCRIPT_NAME}", script, 0o600)]
+        for index, path in enumerate(paths):
+            before = [element for element in arrays.elements_of(earlier.get(path, b"")) if element.array != name]
             record = arrays.record_of([*before, arrays.ArrayElement(name, index)])
-            self._transport.write(paths[index], record, mode=0o600)
-        self._transport.write(
-            f"{directory}/{arrays.SCRIPT_NAME}", arrays.array_script(plans[0], directory).encode(), mode=0o600
-        )
+            own.append(WholeFile(path, record, 0o600))
+        self._write(plans, secrets, own)
         lines = "".join(f"{place}\n" for place in places)
         links = ("/bin/sh", "-ec", _LINKS, "sh", directory)
         done = self._transport.run(links, timeout_s=_LINKS_S + 0.1 * len(plans), stdin=lines.encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import posixpath
 import secrets
 import tarfile
 import threading
@@ -17,7 +18,7 @@ from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote.ssh.errors import LinkLost, NoSession
 from orc.launchers.remote.ssh.hosts import HostSpec
 from orc.launchers.remote.ssh.pool import ConnectionPool
-from orc.launchers.remote.transport import CommandTimeout, Completed, Process, Transport, disk_hint
+from orc.launchers.remote.transport import CommandTimeout, Completed, Process, Transport, WholeFile, disk_hint
 
 if TYPE_CHECKING:
     from orc.launchers.remote.ssh.connection import HostConnection
@@ -32,6 +33,16 @@ umask 077; parent=$(dirname -- "$1") && mkdir -p -- "$parent" || exit
 part=$parent/.${1##*/}.$4.tmp; trap 'rm -f -- "$part"' EXIT; trap 'exit 1' HUP INT TERM; set -C
 cat >"$part" && test "$(wc -c <"$part")" -eq "$3" && chmod "$2" "$part" && sync "$part" && mv -fT -- "$part" "$1"
 """
+# The same for many files. Standard input is the temporary names ($1 bytes), pairs of a temporary and a final name
+# ($2 bytes), all ended by NUL, and a tar archive of the temporary files.
+_WRITE_MANY = """\
+umask 077; names=$(mktemp -d) || exit
+trap 'xargs -0 -r rm -f -- <"$names/parts"; rm -rf -- "$names"' EXIT; trap 'exit 1' HUP INT TERM
+head -c "$1" >"$names/parts" && head -c "$2" >"$names/moves" && test "$(wc -c <"$names/moves")" -eq "$2" &&
+tar -xPpmf - --no-same-owner --no-overwrite-dir && xargs -0 -r sync -- <"$names/parts" &&
+xargs -0 -r -n 2 mv -fT -- <"$names/moves"
+"""
+_MOST_FILES = 500  # in one command, which says nothing until it has moved them
 _MKDIR = 'umask "$2"; mkdir -p -- "$1"'
 # Not `tail | head`, whose status is that of the last: an error in the middle would look like the end of the file.
 # A FIFO or a device, which could be waited for for ever, is as if not there.
@@ -102,6 +113,22 @@ class SshTransport(Transport):
         self._change(
             f"cannot write {path}", _WRITE, path, f"{mode:o}", str(len(data)), secrets.token_hex(6), stdin=data
         )
+
+    def write_many(self, files: Sequence[WholeFile], directories: Sequence[str] = ()) -> None:
+        """See `Transport.write_many`. One command for some hundred files."""
+        token = secrets.token_hex(6)
+        entries = [*map(_directory, directories), *(_part(file, token) for file in files)]
+        for start in range(0, len(entries), _MOST_FILES):
+            batch = entries[start : start + _MOST_FILES]
+            packed = io.BytesIO()
+            with tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as archive:
+                for entry, data, _ in batch:
+                    archive.addfile(entry, io.BytesIO(data))
+            parts = "".join(f"{entry.name}\0" for entry, _, path in batch if path).encode()
+            moves = "".join(f"{entry.name}\0{path}\0" for entry, _, path in batch if path).encode()
+            what = f"cannot write {batch[0][2] or batch[0][0].name} and {len(batch) - 1} more"
+            sizes = (str(len(parts)), str(len(moves)))
+            self._change(what, _WRITE_MANY, *sizes, stdin=parts + moves + packed.getvalue())
 
     def mkdir(self, path: str, *, mode: int = 0o700) -> None:
         """See `Transport.mkdir`."""
@@ -206,6 +233,20 @@ class SshTransport(Transport):
                 raise LinkLost("the connection was closed", where=self.name)
             self._link = link
             return link, True
+
+
+def _directory(path: str) -> tuple[tarfile.TarInfo, bytes, str]:
+    entry = tarfile.TarInfo(path)
+    entry.type, entry.mode = tarfile.DIRTYPE, 0o700
+    return entry, b"", ""
+
+
+def _part(file: WholeFile, token: str) -> tuple[tarfile.TarInfo, bytes, str]:
+    """Return the archive's entry of a file under its temporary name, its content and its final path."""
+    parent, name = posixpath.split(file.path)
+    entry = tarfile.TarInfo(f"{parent}/.{name}.{token}.tmp")
+    entry.size, entry.mode = len(file.data), file.mode
+    return entry, file.data, file.path
 
 
 _ERRORS = {os.strerror(number): number for number in errno.errorcode}

@@ -17,8 +17,8 @@ import pytest
 
 from orc.launchers.backends.ssh.hosts import open_transports
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
-from orc.launchers.remote.ssh.transport import _READ, _READ_MANY
-from orc.launchers.remote.transport import CommandTimeout, LocalTransport, Transport
+from orc.launchers.remote.ssh.transport import _MOST_FILES, _READ, _READ_MANY
+from orc.launchers.remote.transport import CommandTimeout, LocalTransport, Transport, WholeFile
 
 
 @dataclass
@@ -253,6 +253,30 @@ def test_a_reader_never_sees_half_a_file(there: There) -> None:
     with before:
         assert before.read() == b"a" * 300_000
     assert (there.seen / "file").read_bytes() == b"b" * 300_000
+
+
+def test_many_files_are_written_each_in_one_step(there: There) -> None:
+    count = _MOST_FILES + 10
+    there.transport.write(there.path("d/7"), b"before", mode=0o644)
+    with (there.seen / "d" / "7").open("rb") as before:
+        files = [WholeFile(there.path(f"d/{n}"), f"of {n}\n".encode(), 0o600) for n in range(count)]
+        long = WholeFile(there.path(f"{'long/' * 40}it's *"), b"x" * 300_000, 0o755)
+        there.transport.write_many([*files, long], [there.path("e/logs"), there.path("d")])
+        assert before.read() == b"before"
+    read = there.transport.read_many([file.path for file in [*files, long]])
+    assert read == {file.path: file.data for file in [*files, long]}
+    assert [mode(there, name) for name in ("d", "d/7", "e", "e/logs", "long")] == ["700", "600", "700", "700", "700"]
+    assert (there.seen / long.path.removeprefix(f"{there.directory}/")).stat().st_mode & 0o777 == 0o755
+    assert sorted(there.transport.names(there.path("d"))) == sorted(str(n) for n in range(count))
+    there.transport.write_many([])
+
+
+def test_of_many_files_none_is_left_half_written(there: There) -> None:
+    there.transport.write(there.path("file"), b"")
+    files = [WholeFile(there.path(name), b"x") for name in ("before", "file/below", "after")]
+    with pytest.raises(BackendError, match=r"cannot write .*: "):
+        there.transport.write_many(files)
+    assert [name for name in there.transport.names(there.directory) if name.endswith(".tmp")] == []
 
 
 def test_a_place_that_cannot_be_written_is_named(there: There) -> None:

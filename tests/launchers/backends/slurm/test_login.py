@@ -17,6 +17,7 @@ from orc.launchers.backends.slurm import SlurmBackend
 from orc.launchers.errors import BackendUnreachable, SpecError
 from orc.launchers.hosts.sessions import on_node
 from orc.launchers.paths import state_dir
+from orc.launchers.remote.ssh.transport import SshTransport
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.spec.clusters import Cluster
 
@@ -75,6 +76,24 @@ def test_secrets_wait_in_a_private_file_over_there(far: Any) -> None:
     assert stat.S_IMODE(waiting.stat().st_mode) == 0o600
     assert stat.S_IMODE(run.directory.stat().st_mode) == 0o700
     run.cancel(0)
+
+
+def test_files_of_an_array_are_written_by_as_many_commands_however_many_elements(
+    far: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    for name in ("run", "_script"):
+        monkeypatch.setattr(SshTransport, name, counting(asked, name, getattr(SshTransport, name)))
+    counts = []
+    for elements in (2, 6):
+        held = {"resources": {"options": {"slurm": {"begin": "now+1hour"}}}, "secrets": {"TOKEN": "s3cret"}}
+        runs = [far.prepare("pass", **held) for _ in range(elements)]
+        asked.clear()
+        handles = runs[0].backend.submit_array([run.plan for run in runs], {"TOKEN": "s3cret"}, at_once=None)
+        counts.append(len(asked))
+        assert json.loads((runs[-1].directory / "secrets.json").read_text()) == {"TOKEN": "s3cret"}
+        far.slurm.run("scancel", handles[0].native_id.partition("_")[0])
+    assert counts[0] == counts[1]
 
 
 def counting(asked: list[str], name: str, real: Callable[..., Any]) -> Callable[..., Any]:
