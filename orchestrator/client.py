@@ -124,8 +124,7 @@ class Client(JobsClient):
             SpecError: An override is wrong, or needs other files than the job has.
             LaunchError: The job certainly does not run.
         """
-        from orc.orchestrator.engine.attempt_inputs import stored_snapshot
-        from orc.orchestrator.engine.changed_spec import changed, digests_left
+        from orc.orchestrator.engine.attempt_inputs import changed, digests_left, stored_snapshot
         from orc.orchestrator.engine.progress import silent
         from orc.orchestrator.functions.calls import key_of
 
@@ -376,7 +375,7 @@ class Client(JobsClient):
 
     def refresh_within(self, job_ids: Sequence[str], seconds: float) -> None:
         """Run one pass over *job_ids*; wait *seconds* for it at most."""
-        from orc.orchestrator.engine.background_passes import BackgroundPasses
+        from orc.orchestrator.engine.pass_loop import BackgroundPasses
 
         self.session.reopen_ledger()
         if self.workspace.ledger.volatile:

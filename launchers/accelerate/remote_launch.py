@@ -147,7 +147,7 @@ def _program(job: dict[str, Any], request: LocalLaunch, values: Values) -> Path:
 
 
 def _pairs(values: Values) -> dict[str, str]:
-    from orc.launchers.accelerate.variables import pairs
+    from orc.launchers.accelerate.merge import pairs
 
     return pairs(values.get("env", ()))
 

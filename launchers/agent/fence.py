@@ -17,14 +17,13 @@ import time
 
 from orc.launchers.agent.cleanup import KILL_S, kill_attempt
 from orc.launchers.agent.errors import Superseded
+from orc.launchers.agent.failures import verdict
 from orc.launchers.agent.preparation import end_containers
 from orc.launchers.agent.processes import PR_SET_PDEATHSIG, background, decode_wait_status, load_libc, prctl
 from orc.launchers.agent.procfs import descendants, is_running, runs_another
 from orc.launchers.agent.records import create_json, read_json, write_json
 from orc.launchers.agent.signals import ENDING, NEWS, signal_process
-from orc.launchers.agent.state import NodeState
-from orc.launchers.agent.stop import StopRequest
-from orc.launchers.agent.verdict import verdict
+from orc.launchers.agent.state import NodeState, StopRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

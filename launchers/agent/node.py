@@ -8,7 +8,7 @@ import time
 from orc.launchers.agent.cleanup import kill_descendants
 from orc.launchers.agent.completion import finish_gang
 from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, LaunchFailure, Superseded, log_stderr
-from orc.launchers.agent.failures import check_rank_records
+from orc.launchers.agent.failures import check_rank_records, make_verdict, verdict
 from orc.launchers.agent.fence import Fence
 from orc.launchers.agent.gpus import gpu_count
 from orc.launchers.agent.lease import succeeded_before, take_lease
@@ -18,12 +18,16 @@ from orc.launchers.agent.ranks import launch_environment, start_process, start_r
 from orc.launchers.agent.records import log_tail, read_json, remove, write_json
 from orc.launchers.agent.rendezvous import join_rendezvous
 from orc.launchers.agent.signals import take_signals
-from orc.launchers.agent.state import FAILURE_GRACE_S, FAST_POLL_S
-from orc.launchers.agent.stop import StopRequest
-from orc.launchers.agent.supervision import Supervisor
-from orc.launchers.agent.termination import end_processes, end_services, kill_sessions, rank_processes, stop_ranks_now
+from orc.launchers.agent.state import FAILURE_GRACE_S, FAST_POLL_S, StopRequest
+from orc.launchers.agent.supervision import (
+    Supervisor,
+    end_processes,
+    end_services,
+    kill_sessions,
+    rank_processes,
+    stop_ranks_now,
+)
 from orc.launchers.agent.variables import substitute
-from orc.launchers.agent.verdict import make_verdict, verdict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

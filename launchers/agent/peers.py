@@ -10,8 +10,7 @@ from orc.launchers.agent.failures import failure_of, first_rank_failure, on_fail
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.records import read_json, write_json
 from orc.launchers.agent.signals import signal_process
-from orc.launchers.agent.state import FAILURE_GRACE_S, NodeState
-from orc.launchers.agent.stop import StopRequest
+from orc.launchers.agent.state import FAILURE_GRACE_S, NodeState, StopRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

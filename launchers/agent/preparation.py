@@ -13,8 +13,7 @@ from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.ranks import job_environment
 from orc.launchers.agent.records import log_tail, read_json
 from orc.launchers.agent.state import FAST_POLL_S, NodeState
-from orc.launchers.agent.supervision import Supervisor
-from orc.launchers.agent.termination import end_processes
+from orc.launchers.agent.supervision import Supervisor, end_processes
 
 TYPE_CHECKING = False
 

@@ -11,12 +11,12 @@ import os
 import sys
 
 from orc.launchers.agent.errors import EXIT_BUSY, EXIT_HELD, EXIT_LAUNCH, LaunchFailure, log_stderr
+from orc.launchers.agent.gang import Slots, slot_names
 from orc.launchers.agent.lease import take_lease
 from orc.launchers.agent.node import Node
 from orc.launchers.agent.processes import detach
 from orc.launchers.agent.procfs import holder_runs
 from orc.launchers.agent.records import read_json, remove
-from orc.launchers.agent.slots import Slots, slot_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""State of one node's part in an attempt, and the records that it leaves."""
+"""State of one node's part in an attempt: its records, and why its ranks are being ended."""
 
 from __future__ import annotations
 
@@ -12,13 +12,40 @@ from orc.launchers.agent.processes import decode_wait_status
 from orc.launchers.agent.procfs import identity
 from orc.launchers.agent.records import FORMAT, PROGRESS_BYTES, create_json, read_json, refresh_json, remove, write_json
 from orc.launchers.agent.signals import ended_children
-from orc.launchers.agent.stop import StopRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
     from orc.launchers.agent.config import AgentConfig
+
+
+class StopRequest:
+    """Reason for ending the ranks before they end by themselves."""
+
+    def __init__(
+        self,
+        outcome: str,
+        reason: str,
+        grace_s: float,
+        *,
+        forward: bool = True,
+        failure: dict[str, Any] | None = None,
+        exit_status: int = 1,
+        lost: bool = False,
+        lost_node: int | None = None,
+        announced: bool = False,
+    ) -> None:
+        self.outcome = outcome
+        self.reason = reason
+        self.grace_s = grace_s
+        self.forward = forward  # send SIGTERM at once; a rank that left with 75 shows that the others are leaving too
+        self.failure = failure
+        self.exit_status = exit_status
+        self.lost = lost
+        self.lost_node = lost_node  # which one, where that is known
+        self.announced = announced  # learned from another node, so it need not be told
+
 
 POLL_S = 0.25  # how often the records of others are looked at
 ATTENTIVE = 256  # nodes that are looked at so often

@@ -5,12 +5,23 @@ The format is docs/explanation/attempt-directory.md. Everything here is pure; ba
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from orc.launchers.attempts.cause import Cause
+
+class Cause(enum.StrEnum):
+    """Cause of an attempt's end without success; the vocabulary of ``retry.on`` plus what is never retried."""
+
+    CRASH = "crash"  # a rank exited non-zero or by a signal, or setup failed
+    NODE_FAILURE = "node_failure"  # a node or its agent went away
+    PREEMPTED = "preempted"  # asked to go, saved or not, should run again
+    TIMEOUT = "timeout"  # time limit reached
+    CANCELLED = "cancelled"  # by a person
+    LAUNCH = "launch"  # could not be started at all (rejected options, missing interpreter)
+
 
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?")

@@ -14,9 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from orc.launchers.attempts.cause import Cause as Cause
 from orc.launchers.attempts.logs import LogChunk as LogChunk
 from orc.launchers.attempts.logs import LogSelector as LogSelector
+from orc.launchers.attempts.records import Cause as Cause
 from orc.launchers.backends.reports import HostReport as HostReport
 from orc.launchers.backends.reports import Leftover as Leftover
 from orc.launchers.backends.reports import PartitionReport as PartitionReport
@@ -24,7 +24,7 @@ from orc.launchers.backends.reports import QueuedJob as QueuedJob
 from orc.launchers.backends.reports import QueueReport as QueueReport
 from orc.launchers.errors import BackendError, LaunchError, PartlyUnreachable
 from orc.launchers.findings import Finding
-from orc.launchers.hosts.node_entry import NodeEntry as NodeEntry
+from orc.launchers.hosts.sessions import NodeEntry as NodeEntry
 from orc.launchers.ids import AttemptId
 from orc.launchers.paths import Layout
 from orc.launchers.plan import Plan, PlanCommand, PlanFile

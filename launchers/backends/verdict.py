@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.attempts.cause import Cause
+from orc.launchers.attempts.records import Cause
 from orc.launchers.backends.base import Observation, Phase
 
 if TYPE_CHECKING:

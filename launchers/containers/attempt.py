@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from orc.launchers.attempts.link_token import new_link_token
+from orc.launchers.attempts.confidential import new_link_token
 from orc.launchers.attempts.reader import AttemptRecords, read_attempts
 from orc.launchers.containers.archive import entry_program
 from orc.launchers.containers.layout import AGENT, ENTRY, LINK, SECRETS

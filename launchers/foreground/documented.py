@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from orc.launchers.accelerate.merge import Values
-from orc.launchers.accelerate.variables import variables
+from orc.launchers.accelerate.merge import Values, variables
 from orc.launchers.agent.gpus import amd_gpu_count
 from orc.launchers.errors import LaunchError
 from orc.launchers.foreground.launch import LocalLaunch

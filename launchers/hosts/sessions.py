@@ -1,20 +1,40 @@
 """Sessions on the nodes of running jobs: commands, shells and measurements.
 
-A backend returns the way to a node (`orc.launchers.backends.base.NodeEntry`); `session_probe` runs
-there, sent as text, so that sessions work with jobs of earlier versions too.
+A backend returns the way to a node (`NodeEntry`); `session_probe` runs there, sent as text, so that sessions work with
+jobs of earlier versions too.
 """
 
 from __future__ import annotations
 
 import base64
+import shlex
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from orc.launchers.hosts.node_entry import NodeEntry
+
+@dataclass(frozen=True)
+class NodeEntry:
+    """Way of a command to one node of an attempt: the words in front of it on this machine."""
+
+    node: int
+    host: str
+    directory: str  # of the attempt, over there; may begin with ~
+    python: str  # an interpreter over there
+    prefix: tuple[str, ...] = ()  # empty: the node is this machine
+    for_terminal: tuple[str, ...] = ()  # instead of *prefix*, for what wants a terminal
+    through_shell: bool = False  # the other side's shell reads the command, so it is quoted
+
+    def argv(self, command: Sequence[str], *, terminal: bool = False) -> list[str]:
+        """Return the command line for this machine that runs *command* on the node."""
+        prefix = self.for_terminal if terminal else self.prefix
+        if not self.through_shell:
+            return [*prefix, *command]
+        program, *words = command
+        home = "~/" if program.startswith("~/") else ""  # a program in the home directory over there
+        return [*prefix, home + shlex.join([program.removeprefix(home), *words])]
 
 
 @cache

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from orc.orchestrator.api.rights import Kind
-from orc.orchestrator.schema import decode
+from orc.orchestrator.views import decode
 
 P = ParamSpec("P")
 R = TypeVar("R")

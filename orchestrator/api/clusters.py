@@ -13,7 +13,7 @@ from orc.launchers.errors import LaunchError
 from orc.orchestrator.api.call import Bounds, Name, call
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
-from orc.orchestrator.schema import View
+from orc.orchestrator.views import View
 
 
 @dataclass(frozen=True)

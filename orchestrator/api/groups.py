@@ -11,8 +11,7 @@ from orc.orchestrator.api.jobs import Grace
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.api.submissions import NewMember
-from orc.orchestrator.schema import View
-from orc.orchestrator.views import GroupView
+from orc.orchestrator.views import GroupView, View
 
 SUBMITTED = ("sweep", "array", "pipeline")
 GroupId = Annotated[str, Bounds("Id of the group", min_length=1, max_length=64)]

@@ -11,8 +11,7 @@ from orc.orchestrator.api.call import Bounds, JobId, Name, call
 from orc.orchestrator.api.jobs import get_job
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
-from orc.orchestrator.schema import View
-from orc.orchestrator.views import NotificationView
+from orc.orchestrator.views import NotificationView, View
 
 if TYPE_CHECKING:
     from orc.orchestrator.insight.comparison import Summaries

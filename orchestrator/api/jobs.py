@@ -14,8 +14,7 @@ from orc.orchestrator.api.submissions import Digests, NewMember
 from orc.orchestrator.clients.errors import JobNotFound
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.queries import JobFilter
-from orc.orchestrator.schema import View
-from orc.orchestrator.views import EventView, JobRow, JobView
+from orc.orchestrator.views import EventView, JobRow, JobView, View
 
 State = Annotated[str, Bounds(choices=tuple(str(state) for state in JobState))]
 Tags = Annotated[Sequence[str], Bounds("key=value; with all of these tags", max_length=20)]
@@ -192,7 +191,7 @@ def resubmit_job(
 ) -> JobView:
     """Submit a new job with the code of another one, and its specification after changes."""
     from orc.orchestrator.api.submitting import Submitter
-    from orc.orchestrator.engine.changed_spec import as_overrides
+    from orc.orchestrator.engine.attempt_inputs import as_overrides
 
     overrides = as_overrides(set) if isinstance(set, Mapping) else set
     view = Submitter(session, idempotency_key).resubmit(job_id, overrides, secrets)

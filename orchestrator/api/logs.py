@@ -16,7 +16,7 @@ from orc.orchestrator.api.call import Bounds, JobId, call
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.clients.errors import JobNotFound
-from orc.orchestrator.schema import View
+from orc.orchestrator.views import View
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend, Handle

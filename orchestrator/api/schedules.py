@@ -10,8 +10,7 @@ from orc.orchestrator.api.call import Bounds, Key, Secrets, Text, call
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.api.submissions import Digests, NewMember
-from orc.orchestrator.schema import View
-from orc.orchestrator.views import ScheduleView
+from orc.orchestrator.views import ScheduleView, View
 
 ScheduleId = Annotated[str, Bounds("Id of the schedule", min_length=1, max_length=64)]
 

@@ -16,8 +16,7 @@ from orc.orchestrator.api.rights import Kind, Principal, without_places
 from orc.orchestrator.clients.errors import JobNotFound
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.store import Ledger
-from orc.orchestrator.schema import decode, encode
-from orc.orchestrator.views import JobView
+from orc.orchestrator.views import JobView, decode, encode
 from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:

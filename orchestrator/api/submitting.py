@@ -60,8 +60,7 @@ class Submitter:
 
     def resubmit(self, job_id: str, overrides: Sequence[str], secrets: Mapping[str, str]) -> JobView:
         """Submit a job like another one."""
-        from orc.orchestrator.engine.attempt_inputs import stored_snapshot
-        from orc.orchestrator.engine.changed_spec import changed, digests_left
+        from orc.orchestrator.engine.attempt_inputs import changed, digests_left, stored_snapshot
         from orc.orchestrator.functions.calls import key_of
 
         old = self._session.job(job_id)
@@ -298,7 +297,7 @@ class Submitter:
         """
         from orc.launchers.snapshot.manifest import INPUT
         from orc.launchers.spec.relations import artefact
-        from orc.orchestrator.engine.dependencies import job_named
+        from orc.orchestrator.engine.admission import job_named
 
         inputs = dict(job.inputs)
         for name, text in job.inputs.items():

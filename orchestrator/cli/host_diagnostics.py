@@ -27,7 +27,7 @@ def run(name: str, *, network: bool, exclude_bad: bool, as_json: bool) -> int:
     failed = any(finding.level == "error" for finding in made.findings)
     if exclude_bad:
         from orc.launchers.paths import state_dir
-        from orc.orchestrator.engine.excluded_hosts import exclude
+        from orc.orchestrator.engine.placement import exclude
 
         exclude(state_dir(), name, made.bad)
     if as_json:

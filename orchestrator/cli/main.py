@@ -80,14 +80,24 @@ HIDDEN = {
     "tick": "One reconciler pass; started by local agents.",
     "reconcile": "Passes until no job is live; started by `orc submit`.",
 }
-ALIASES = {"run": "launch"}
+# Commands that are not the `command` of the module of their name.
+SHARED = {
+    "run": "launch:command",
+    **{name: f"groups:{name}" for name in ("sweep", "array", "pipeline")},
+    **{name: f"login:{name}" for name in ("login", "logout", "whoami")},
+    **{name: f"history:{name}_" for name in ("export", "import")},
+    "exec": "exec:exec_",
+    "ssh": "exec:ssh",
+    "tick": "reconcile:tick",
+    "reconcile": "reconcile:reconcile",
+}
 COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()} | HIDDEN
 
 
 def load(name: str) -> click.Command:
-    """Import the command *name* from the module of that name."""
-    module = ALIASES.get(name, name).replace("-", "_")
-    command: click.Command = importlib.import_module(f"orc.orchestrator.cli.commands.{module}").command
+    """Import the command *name* from its module."""
+    module, _, attribute = SHARED.get(name, f"{name.replace('-', '_')}:command").partition(":")
+    command: click.Command = getattr(importlib.import_module(f"orc.orchestrator.cli.commands.{module}"), attribute)
     return command
 
 

@@ -138,7 +138,7 @@ def submissions_again(ws: Workspace, group_id: str) -> list[Submission]:
 
 def _can_start(ws: Workspace, spec: Any, submitted: Mapping[str, Any]) -> bool:
     from orc.launchers.spec.relations import requirement
-    from orc.orchestrator.engine.dependencies import is_met
+    from orc.orchestrator.engine.admission import is_met
 
     for text in spec.depends_on:
         wanted = requirement(text)

@@ -11,9 +11,8 @@ from orc.launchers.attempts.logs import LogChunk, LogSelector
 from orc.launchers.errors import BackendUnreachable, LaunchError
 from orc.orchestrator.api.jobs import cancel_job, get_job
 from orc.orchestrator.clients.errors import NeedsLedger
-from orc.orchestrator.clients.http_session import HttpSession
+from orc.orchestrator.clients.http_session import HttpSession, log_content
 from orc.orchestrator.clients.logins import Login, checked_url
-from orc.orchestrator.clients.requests import log_content
 from orc.orchestrator.clients.surface import JobsClient
 from orc.orchestrator.engine.progress import silent
 from orc.orchestrator.views import JobView
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import NodeEntry
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
-    from orc.orchestrator.clients.requests import Request
+    from orc.orchestrator.clients.http_session import Request
     from orc.orchestrator.engine.progress import Progress
     from orc.orchestrator.insight.metrics import Line
     from orc.orchestrator.views import GroupView, ScheduleView

@@ -4,26 +4,185 @@
 returns nothing, or the reason to hold the job back: one line for people that begins with "waiting". The reconciler asks
 before it dispatches a job; the transaction that makes an attempt PREPARED asks again, so that two passes at once cannot
 both take the last place.
+
+Dependencies are orc's own, on every backend alike: one is on a job with all of its attempts, which no cluster's own
+dependencies know, and the two may be on different clusters.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine import limits
-from orc.orchestrator.engine.dependencies import impossible_reason, waiting_reason
-from orc.orchestrator.ledger import dependencies, groups
-from orc.orchestrator.ledger.lifecycle import JobState
+from orc.launchers.errors import LaunchError, SpecError
+from orc.orchestrator.engine import job_secrets, limits
+from orc.orchestrator.engine.writing import apply
+from orc.orchestrator.ledger import dependencies as table
+from orc.orchestrator.ledger import groups
+from orc.orchestrator.ledger.database import one_of
+from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
+from orc.orchestrator.ledger.records import JobUpdate
 
 if TYPE_CHECKING:
+    from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.relations import Requirement
     from orc.orchestrator.ledger.records import JobRecord
     from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace
+
+_SHOWN = 3
+_NEAR = 200  # newest jobs that a mistyped id is compared with
+
+
+def is_met(condition: str, state: JobState) -> bool:
+    """Return True when a job in *state* has ended as *condition* requires: success, failure (or cancelled), any."""
+    return state.terminal and (condition == "any" or (condition == "success") == (state is JobState.SUCCEEDED))
+
+
+def waiting_reason(found: Iterable[tuple[table.Dependency, JobState]]) -> str:
+    """Return the reason that a job with these dependencies waits; empty when all are met."""
+    open_ = [one.on_job for one, state in found if not state.terminal]
+    if not open_:
+        return ""
+    more = f" and {len(open_) - _SHOWN} more" if len(open_) > _SHOWN else ""
+    return f"waiting for the end of {', '.join(open_[:_SHOWN])}{more}"
+
+
+def impossible_reason(found: Iterable[tuple[table.Dependency, JobState]]) -> str:
+    """Return the reason that a job with these dependencies can never start; empty while it can."""
+    for one, state in found:
+        if state.terminal and not is_met(one.condition, state):
+            wanted = "ended without success" if one.condition == "failure" else "succeeded"
+            return f"{one.on_job} has {state.lower()}, and this job runs only after it has {wanted}"
+    return ""
+
+
+# -- new jobs
+
+
+def required(ws: Workspace, spec: JobSpec, known: Sequence[str] = ()) -> list[Requirement]:
+    """Return what *spec* waits for, with the full ids of the jobs; *known* are ids that are about to be submitted.
+
+    Raises `SpecError` for jobs that are not there, outputs that they do not have, and ends that can no longer come.
+    """
+    from orc.launchers.spec.relations import Requirement, artefact, requirement
+
+    found: dict[str, Requirement] = {}
+    for text in spec.depends_on:
+        wanted = requirement(text)
+        job = wanted.job if wanted.job in known else job_named(ws, wanted.job)
+        found[job] = Requirement(job, wanted.condition)
+    for name, text in spec.inputs.items():
+        source, output = artefact(text)
+        if source not in known:
+            source = job_named(ws, source)
+            outputs = ws.ledger.spec(source).get("outputs", {})
+            if output not in outputs:
+                from orc.launchers.spec.problems import choose
+
+                hint = choose(output, list(outputs)) if outputs else ": it has none"
+                raise SpecError(f"inputs.{name}: {source} has no output {output!r}{hint}", where=spec.name)
+        if found.get(source, Requirement(source)).condition != "success":
+            raise SpecError(f"inputs.{name} needs the success of {source}, which depends_on has otherwise")
+        found[source] = Requirement(source)
+    if not found:
+        return []
+    states = {job.id: job.state for job in ws.ledger.jobs([job for job in found if job not in known])}
+    ended = [(table.Dependency("", job, one.condition), states[job]) for job, one in found.items() if job in states]
+    if never := impossible_reason(ended):
+        raise SpecError(never, where=spec.name, hint="resubmit that job first, or wait for another end: JOB:any")
+    return list(found.values())
+
+
+def job_named(ws: Workspace, ref: str) -> str:
+    """Return the job id that *ref* means: an id, the unambiguous start of one, or ``@last``. Raises `SpecError`."""
+    if ref == "@last":
+        if rows := ws.ledger.rows(limit=1):
+            return str(rows[0][0])
+        raise SpecError("depends on @last, and there is no job yet")
+    candidates = ws.ledger.matching_ids(ref, limit=4)
+    if ref in candidates or ws.ledger.job(ref) is not None:
+        return ref
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise SpecError(f"depends on {ref!r}, which is not unique", hint=f"it is the start of {', '.join(candidates)}")
+    from orc.launchers.spec.problems import nearest
+
+    near = nearest(ref, [str(row[0]) for row in ws.ledger.rows(limit=_NEAR)])
+    raise SpecError(f"depends on {ref!r}, and there is no such job{near}", hint="`orc list` shows the jobs")
+
+
+# -- passes
+
+
+def with_relatives(ws: Workspace, job_ids: Sequence[str]) -> list[str]:
+    """Return *job_ids* and the live jobs whose end decides about them, or whose start they decide about."""
+    with ws.ledger.database.read() as connection:
+        every = table.of_jobs(connection)
+        of_group = connection.tuples(
+            "SELECT j.id, j.group_id FROM jobs j JOIN groups g ON g.id = j.group_id "
+            "WHERE g.max_parallel IS NOT NULL AND j.state NOT IN ('SUCCEEDED', 'FAILED', 'CANCELLED')"
+        )
+        these, parameters = one_of("id", job_ids)
+        query = f"SELECT id, group_id FROM jobs WHERE group_id IS NOT NULL AND {these}"  # noqa: S608
+        given = connection.tuples(query, parameters) if of_group else []
+    before: dict[str, list[str]] = defaultdict(list)
+    after: dict[str, list[str]] = defaultdict(list)
+    for one, _ in every:
+        before[one.job_id].append(one.on_job)
+        after[one.on_job].append(one.job_id)
+    groups = {group for _, group in given}
+    neighbours = [job for job, group in of_group if group in groups]
+    found = dict.fromkeys([*job_ids, *_reached(job_ids, after), *neighbours])
+    found.update(dict.fromkeys(_reached(list(found), before)))
+    return list(found)
+
+
+def _reached(starts: Sequence[str], following: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the jobs that can be reached from *starts*, these left out."""
+    found: dict[str, None] = {}
+    left = list(starts)
+    while left:
+        for job in following.get(left.pop(), ()):
+            if job not in found:
+                found[job] = None
+                left.append(job)
+    return list(found)
+
+
+def cancel_impossible(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
+    """Cancel those of *jobs* that can no longer start, with the reason; and those that wait for these. True if any."""
+    waiting = {job.id: job for job in jobs if job.state is JobState.QUEUED and not job.number}
+    changed = False
+    while waiting:
+        with ws.ledger.database.read() as connection:
+            found = table.of_jobs(connection, list(waiting))
+        reasons: dict[str, str] = {}
+        for one, state in found:
+            if why := impossible_reason([(one, state)]):
+                failed = ws.ledger.jobs([one.on_job]) if state is JobState.FAILED else []
+                said = "".join(job.reason.partition("\n")[0] for job in failed)
+                reasons.setdefault(one.job_id, f"{why}: {said}" if said else why)
+        if not reasons:
+            break
+        changed = True
+        for job_id, why in reasons.items():
+            _cancel(ws, waiting.pop(job_id), why)
+    return changed
+
+
+def _cancel(ws: Workspace, job: JobRecord, why: str) -> None:
+    def change(_: JobRecord, now: float) -> JobUpdate:
+        over = Event(Kind.JOB_CANCELLED, None, {"cause": "dependency", "reason": why})
+        return JobUpdate((over,), {"reason": why, "ended_at": now, "next_attempt_at": None, "poll_error_at": None})
+
+    ended = apply(ws, job, lambda current: current.state is JobState.QUEUED, change)
+    if ended.state.terminal:
+        job_secrets.remove(ws.state_dir, job.id)
 
 
 class Held(LaunchError):
@@ -67,11 +226,11 @@ class Admission:
         return limits.read_book(self.ws, self.tx.connection, self.tx.now, clusters, self.besides)
 
     @cached_property
-    def dependencies(self) -> dict[str, list[tuple[dependencies.Dependency, JobState]]]:
+    def dependencies(self) -> dict[str, list[tuple[table.Dependency, JobState]]]:
         """Dependencies of the jobs that have not begun yet, by job."""
-        found: dict[str, list[tuple[dependencies.Dependency, JobState]]] = defaultdict(list)
+        found: dict[str, list[tuple[table.Dependency, JobState]]] = defaultdict(list)
         if ids := [job.id for job in self.jobs if not job.number]:
-            for one, state in dependencies.of_jobs(self.tx.connection, ids):
+            for one, state in table.of_jobs(self.tx.connection, ids):
                 found[one.job_id].append((one, state))
         return found
 

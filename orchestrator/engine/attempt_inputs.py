@@ -7,6 +7,7 @@ like its code. What arrives is verified; half a copy never appears.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -16,7 +17,7 @@ from orc.launchers.errors import BackendUnreachable, BundleError, LaunchError, S
 from orc.launchers.ids import AttemptId
 from orc.launchers.paths import Layout
 from orc.orchestrator.engine import job_secrets
-from orc.orchestrator.engine.encryption import DecryptionError
+from orc.orchestrator.engine.job_secrets import DecryptionError
 from orc.orchestrator.ledger import content_holders
 from orc.orchestrator.ledger.records import JobRecord, dump
 from orc.orchestrator.workspace import Workspace
@@ -92,7 +93,7 @@ def _collect(ws: Workspace, name: str, text: str) -> Bundle:
     from orc.launchers.attempts.agent_config import output_path
     from orc.launchers.backends.base import Handle
     from orc.launchers.spec.relations import artefact
-    from orc.launchers.transfer.outputs import collect
+    from orc.launchers.transfer.fetch import collect
 
     source = artefact(text)
     record = ws.ledger.job(source.job)
@@ -180,3 +181,45 @@ def stored_snapshot(ws: Workspace, digests: Mapping[str, str]) -> Snapshot:
         key.removeprefix(INPUT): ws.store.load(digest) for key, digest in digests.items() if key.startswith(INPUT)
     }
     return Snapshot(ws.store.load(digests["code"]), runtime, environment, inputs)
+
+
+def changed(stored: Mapping[str, Any], overrides: Sequence[str], *, where: str) -> JobSpec:
+    """Return the specification *stored* (as in the ledger) after *overrides*, ``key.path=VALUE`` texts, in order.
+
+    *where* names the job in errors. Raises `SpecError`, also for a stored one of another version of orc.
+    """
+    if not overrides:
+        return read_stored(stored, where)
+    from orc.launchers.spec import load
+    from orc.launchers.spec.source import Document
+
+    document = Document(json.loads(json.dumps(stored)), where, {}, {})
+    for override in overrides:
+        load.apply_override(document, override, load.reading)
+    _refuse_another_snapshot(stored, document.data, where)
+    return load.validate(document)
+
+
+def digests_left(digests: Mapping[str, str], stored: Mapping[str, Any], new: JobSpec) -> dict[str, str]:
+    """Return those of *digests* that a changed job still has: inputs that now name something else are left out."""
+    from orc.launchers.snapshot.manifest import INPUT
+
+    old = stored.get("inputs") or {}
+    same = {INPUT + name for name, text in new.inputs.items() if old.get(name) == text}
+    return {key: digest for key, digest in digests.items() if not key.startswith(INPUT) or key in same}
+
+
+def _refuse_another_snapshot(old: Mapping[str, Any], new: Mapping[str, Any], where: str) -> None:
+    """Raise `SpecError` for changes that need other files than those the job was submitted with."""
+    for key in ("workdir", "environment"):
+        if old.get(key) != new.get(key):
+            raise SpecError(
+                f"--set {key}: the new job has the snapshots of {where}, which are of that {key}",
+                where=where,
+                hint="submit the job file instead",
+            )
+
+
+def as_overrides(changes: Mapping[str, Any]) -> list[str]:
+    """Return ``{"resources.nodes": 4}`` as override texts; a text is read as after ``--set``."""
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from orc.orchestrator.engine import arrays
+from orc.orchestrator.engine import dispatch
 from orc.orchestrator.engine.submission import Submission, enqueue, submit
 from orc.orchestrator.ledger import groups
 
@@ -35,12 +35,12 @@ def _is_array(ws: Workspace, kind: str, submissions: Sequence[Submission]) -> bo
     """Return True for members of a new group of *kind* that their cluster takes together."""
     first = submissions[0].spec
     return (
-        kind in arrays.KINDS
+        kind in dispatch.KINDS
         and len(submissions) > 1
-        and arrays.takes_arrays(ws, first.cluster)
+        and dispatch.takes_arrays(ws, first.cluster)
         and not (first.depends_on or first.inputs)
         and all(one.snapshot.digests == submissions[0].snapshot.digests for one in submissions)
-        and arrays.are_alike(one.spec.model_dump() for one in submissions)
+        and dispatch.are_alike(one.spec.model_dump() for one in submissions)
     )
 
 

@@ -2,22 +2,32 @@
 
 Looking at hosts takes seconds and happens outside any transaction, so the choice is made twice: before, and again in
 the transaction, where it must come out the same. So the ledger tells two processes apart that want the same hosts.
+
+Hosts that the doctor has found bad are excluded: used only when nothing else will do, until it examines them again.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError, NoRoom
+from orc.launchers.remote.files import write_file
 from orc.orchestrator.engine import admission
-from orc.orchestrator.engine.excluded_hosts import excluded
-from orc.orchestrator.engine.fair_share import read_head_starts
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.progress import Progress, silent
-from orc.orchestrator.engine.queueing import WaitingJob, placement_in_order, queue_key, taken_slots, waiting_reason
+from orc.orchestrator.engine.queueing import (
+    WaitingJob,
+    placement_in_order,
+    queue_key,
+    read_head_starts,
+    taken_slots,
+    waiting_reason,
+)
 from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.transaction import Transaction
@@ -270,3 +280,33 @@ def _coming(job: JobRecord) -> int:
 
 def _flat(failed_hosts: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(sorted({host for hosts in failed_hosts.values() for host in hosts}))
+
+
+_NAME = "excluded-hosts.json"
+
+
+def excluded(state_dir: Path, cluster: str) -> dict[str, str]:
+    """Return the excluded hosts of *cluster*, and why."""
+    found = _read(state_dir).get(cluster, {})
+    return {host: str(entry.get("reason", "")) for host, entry in found.items()}
+
+
+def exclude(state_dir: Path, cluster: str, hosts: Mapping[str, str]) -> None:
+    """Replace the excluded hosts of *cluster* by *hosts* (with reasons); none ends all exclusions there."""
+    everything = _read(state_dir)
+    everything.pop(cluster, None)
+    if hosts:
+        everything[cluster] = {host: {"reason": reason, "at": time.time()} for host, reason in hosts.items()}
+    path = state_dir / _NAME
+    if not everything:
+        path.unlink(missing_ok=True)
+        return
+    write_file(str(path), f"{json.dumps(everything, indent=1)}\n".encode(), 0o600)
+
+
+def _read(state_dir: Path) -> dict[str, dict[str, dict[str, object]]]:
+    try:
+        data = json.loads((state_dir / _NAME).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # a damaged list excludes nobody
+        return {}
+    return data if isinstance(data, dict) else {}

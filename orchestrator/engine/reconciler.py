@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine import dependencies, job_files, job_secrets, orphans, schedules, updates
+from orc.orchestrator.engine import admission, job_files, job_secrets, orphans, schedules, updates
 from orc.orchestrator.engine.dispatch import dispatch, places_jobs
 from orc.orchestrator.engine.observing import Urgency, poll_all
 from orc.orchestrator.engine.writing import PassReport, write_all
@@ -39,14 +39,14 @@ def reconcile(
     def live() -> list[JobRecord]:
         """Return the jobs that have not ended; those that can no longer start are cancelled now."""
         found = ws.ledger.active(job_ids, cluster)
-        changed = not ws.ledger.volatile and dependencies.cancel_impossible(ws, found)
+        changed = not ws.ledger.volatile and admission.cancel_impossible(ws, found)
         return ws.ledger.active(job_ids, cluster) if changed else found
 
     if ws.ledger.volatile:
         poll_all(ws, live(), report, urgency)
         return report
     if job_ids is not None:
-        job_ids = dependencies.with_relatives(ws, job_ids)
+        job_ids = admission.with_relatives(ws, job_ids)
     else:
         schedules.fire_due(ws)
     jobs = live()

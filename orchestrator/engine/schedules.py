@@ -16,7 +16,7 @@ from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
 from orc.orchestrator.engine import cron as times
-from orc.orchestrator.engine import encryption, job_secrets, updates
+from orc.orchestrator.engine import job_secrets, updates
 from orc.orchestrator.engine.placement import render_anywhere
 from orc.orchestrator.engine.submission import CheckedJob, record
 from orc.orchestrator.ledger import groups, schedules
@@ -70,7 +70,7 @@ def create(
     if each.request:
         described["request"] = each.request
     if each.encrypted and secrets:
-        described["sealed"] = encryption.encrypt(ws.state_dir, each.id, secrets)
+        described["sealed"] = job_secrets.encrypt(ws.state_dir, each.id, secrets)
     now = ws.clock()
     made = schedules.ScheduleRecord(
         each.id, name, each.owner, cron, timezone, True, times.due_after(cron, timezone, now), None, None,
@@ -166,9 +166,9 @@ def _with_secrets(ws: Workspace, schedule: ScheduleRecord, new: NewJob) -> Check
     """
     if ciphertext := schedule.spec.get("sealed"):
         # A text that does not open here is no reason to look elsewhere: the job says that it does not.
-        with suppress(encryption.DecryptionError):
-            values = encryption.decrypt(ws.state_dir, schedule.id, ciphertext)
-            ciphertext = encryption.encrypt(ws.state_dir, new.id, values)
+        with suppress(job_secrets.DecryptionError):
+            values = job_secrets.decrypt(ws.state_dir, schedule.id, ciphertext)
+            ciphertext = job_secrets.encrypt(ws.state_dir, new.id, values)
         return CheckedJob(new, ciphertext=ciphertext)
     secrets: Mapping[str, str] = {}
     with suppress(SpecError):

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import SpecError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
-from orc.orchestrator.engine import attempt_inputs, encryption, job_files, job_secrets
-from orc.orchestrator.engine import submission_steps as steps
-from orc.orchestrator.engine.dependencies import job_named, required, waiting_reason
+from orc.orchestrator.engine import attempt_inputs, job_files, job_secrets
+from orc.orchestrator.engine import delivery as steps
+from orc.orchestrator.engine.admission import job_named, required, waiting_reason
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import RenderedPlan, render_anywhere
 from orc.orchestrator.engine.progress import Progress, silent
@@ -174,7 +174,7 @@ def check(ws: Workspace, submissions: Sequence[Submission]) -> list[CheckedJob]:
         secrets = resolve_secrets(spec.secrets, {**os.environ, **one.secrets})
         attempt = AttemptId(one.id, 1)
         rendered = {attempt.marker: render_anywhere(ws, spec, one.snapshot, attempt, one.owner)}
-        ciphertext = encryption.encrypt(ws.state_dir, one.id, secrets) if one.encrypted and secrets else ""
+        ciphertext = job_secrets.encrypt(ws.state_dir, one.id, secrets) if one.encrypted and secrets else ""
         row = _row(ws, one, spec, backend.kind)
         kept = {} if one.encrypted else secrets
         checked.append(CheckedJob(row, kept, ciphertext, one.request, needs, _reason(ws, needs, specs), rendered))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine.spending import instance_of, price_of_node_hour
+from orc.orchestrator.engine.limits import instance_of, price_of_node_hour
 
 if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Cluster

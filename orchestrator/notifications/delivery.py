@@ -1,4 +1,7 @@
-"""Delivery: due messages of the outbox are written and sent, at least once, by the process that takes them first."""
+"""Delivery: due messages of the outbox are written and sent, at least once, by the process that takes them first.
+
+In a thread of its own (`Deliverer`), so that no pass and no request ever waits for a target.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import hashlib
 import hmac
 import json
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +40,6 @@ from orc.orchestrator.notifications.targets import (
 
 if TYPE_CHECKING:
     from orc.orchestrator.ledger.store import Ledger
-
 
 _WORDS = {
     "start": "runs",
@@ -231,3 +234,72 @@ def pause(tries: int) -> float:
     """Return the seconds before the next try: doubled each time, and never the same for two."""
     length = min(FIRST_PAUSE_S * 2.0 ** (tries - 1), LONGEST_PAUSE_S)
     return length * random.uniform(0.8, 1.2)  # noqa: S311
+
+
+LOOK_S = 2.0  # between two looks into the outbox
+TROUBLE_S = 30.0  # ... while the ledger cannot be used
+
+
+class Deliverer:
+    """Thread that delivers, with a ledger of its own. Used as a context manager; leaving it ends the thread.
+
+    A delivery that is under way when the context is left goes on for its time-out at most; should the process end
+    meanwhile, another process delivers it again.
+    """
+
+    def __init__(
+        self,
+        open_ledger: Callable[[], Ledger],
+        *,
+        policy: Policy = Policy(),  # noqa: B008 - frozen
+        report_line: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._open_ledger = open_ledger
+        self._policy = policy
+        self._report_line = report_line
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="orc-notifications", daemon=True)
+
+    def __enter__(self) -> Deliverer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(LOOK_S)
+
+    def _work(self) -> None:
+        ledger: Ledger | None = None
+        trouble = ""
+        while not self._stop.is_set():
+            length = LOOK_S
+            try:
+                ledger = ledger or self._open_ledger()
+                for why in deliver_due(ledger, policy=self._policy).dead:
+                    self._report_line(f"notification given up: {why}")
+                trouble = ""
+            except LaunchError as error:  # its disk is full, its server away: what is due waits
+                length = TROUBLE_S
+                if str(error) != trouble:
+                    trouble = str(error)
+                    self._report_line(f"notifications: {trouble}")
+                _close(ledger)
+                ledger = None
+            self._stop.wait(length)
+        _close(ledger)
+
+
+def _close(ledger: Ledger | None) -> None:
+    if ledger is not None:
+        ledger.close()
+
+
+def drain(ledger: Ledger, until: Callable[[], bool]) -> None:
+    """Deliver until nothing is due any more, over all tries, or until *until* is true. Raises `LedgerError`."""
+    while not until():
+        deliver_due(ledger)
+        with ledger.database.read() as connection:
+            at = outbox.next_due(connection)
+        if at is None:
+            return
+        time.sleep(min(max(at - time.time(), 0.1), LOOK_S))

@@ -9,7 +9,7 @@ import anyio.to_thread
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyCookie, HTTPBearer
 
-from orc.orchestrator.api import tokens
+from orc.orchestrator.api import access
 from orc.orchestrator.api.rights import RIGHTS, Kind, Principal, Reader, shown_kinds
 from orc.orchestrator.client import Client, JobNotFound
 from orc.orchestrator.clients.errors import GroupNotFound
@@ -66,7 +66,7 @@ def authenticate(service: Service, token: str, address: str) -> Principal:
     be told by its answer so, but 256 random bits are not guessed.
     """
     with service.clients.client() as client:
-        record = tokens.find(client.workspace.ledger, token, service.clock())
+        record = access.find(client.workspace.ledger, token, service.clock())
     if record is None:
         service.rates.refuse_guessing(address)
         raise _unauthorized("this token does not count: it is unknown, expired or revoked")

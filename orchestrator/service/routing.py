@@ -18,11 +18,11 @@ from orc.launchers.errors import SpecError
 from orc.orchestrator.api.call import SAFE_METHODS, Bounds, Call, Parameter
 from orc.orchestrator.api.rights import Principal, shows
 from orc.orchestrator.api.session import Caller
-from orc.orchestrator.schema import decode, encode
 from orc.orchestrator.service.audit import note_subject
 from orc.orchestrator.service.auth import PrincipalDep, needs_role
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.slow_reads import asks_clusters
+from orc.orchestrator.views import decode, encode
 
 _PLACES = {"path": Path, "query": Query, "header": Header}
 

@@ -20,11 +20,11 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.api import tokens
+from orc.orchestrator.api import access
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine.reconciler_threads import STOP_S, ReconcilerThreads
 from orc.orchestrator.ledger.store import Ledger
-from orc.orchestrator.notifications.deliverer import Deliverer
+from orc.orchestrator.notifications.delivery import Deliverer
 from orc.orchestrator.notifications.targets import Policy
 from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.context import Service
@@ -44,7 +44,7 @@ def check(settings: Settings, client: Client, now: float) -> None:
     """
     if settings.is_loopback:
         return
-    if not tokens.any_valid(client.workspace.ledger, now):
+    if not access.any_valid(client.workspace.ledger, now):
         raise LaunchError(
             f"{settings.host} can be reached by other machines, and no token exists yet",
             where="--host",

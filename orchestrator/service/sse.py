@@ -12,7 +12,7 @@ import anyio.to_thread
 from fastapi.responses import StreamingResponse
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.api import tokens
+from orc.orchestrator.api import access
 from orc.orchestrator.api.rights import Principal
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.errors import ApiError
@@ -66,7 +66,7 @@ def event_stream(service: Service, texts: AsyncGenerator[str], principal: Princi
 def _counts(service: Service, principal: Principal) -> bool:
     try:
         with service.clients.client() as client:
-            return tokens.still_counts(client.workspace.ledger, principal.token_id, service.clock())
+            return access.still_counts(client.workspace.ledger, principal.token_id, service.clock())
     except LaunchError:
         return True  # a ledger that does not answer for a moment ends no stream
 

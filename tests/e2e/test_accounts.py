@@ -24,7 +24,7 @@ from orc.launchers.spec import load_job
 from orc.launchers.spec.groups import load_jobs
 from orc.orchestrator.client import Client
 from orc.orchestrator.clients import groups
-from orc.orchestrator.engine.retention import collect_at
+from orc.orchestrator.engine.cleanup import collect_at
 from orc.orchestrator.views import JobView
 
 SCRIPT = """

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.sagemaker.arguments import ALIASES, REFUSED
 from orc.launchers.backends.sagemaker.readers import read_table
-from orc.launchers.backends.sagemaker.settings import TABLES, cluster_fields, job_fields
+from orc.launchers.backends.sagemaker.settings import ALIASES, REFUSED, TABLES, cluster_fields, job_fields
 from orc.launchers.errors import SpecError
 
 if TYPE_CHECKING:

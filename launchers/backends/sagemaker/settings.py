@@ -1,7 +1,7 @@
 """Settings of SageMaker: ``options:`` of a cluster and ``resources.options.sagemaker`` of a job. Pure.
 
-The names are those of the documented configuration file and of the SDK's estimators; `arguments` has the other names
-they go by, and those that cannot be carried. Each key says here what becomes of it; docs/reference/sagemaker-options.md
+The names are those of the documented configuration file and of the SDK's estimators, with the other names they go by,
+and those that cannot be carried. Each key says here what becomes of it; docs/reference/sagemaker-options.md
 is held to that by a test.
 """
 
@@ -16,7 +16,6 @@ from pydantic.fields import FieldInfo
 
 from orc.launchers.backends.sagemaker import readers as read
 from orc.launchers.backends.sagemaker import sections
-from orc.launchers.backends.sagemaker.arguments import ALIASES, ELSEWHERE, REFUSED
 from orc.launchers.backends.sagemaker.readers import read_table
 from orc.launchers.errors import SpecError
 from orc.launchers.spec.options import FrozenModel, Reader, Word, matching, text, validate_options, whole
@@ -25,6 +24,52 @@ from orc.launchers.spec.source import Document, KeyPath, Placed, document_of
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
+
+# Name in a configuration file or of an estimator -> the setting it is.
+ALIASES = {
+    "ec2_instance_type": "instance_type",
+    "num_machines": "instance_count",
+    "iam_role_name": "role",
+    "framework_version": "pytorch_version",
+}
+
+# Argument of an estimator -> what a job file has instead. `Client.submit_estimator` puts it there.
+ELSEWHERE = {
+    "entry_point": "`script`",
+    "source_dir": "`workdir: {path: ...}`",
+    "hyperparameters": "`args`",
+}
+
+_WORKDIR = "the job's whole `workdir` travels"
+_CONTRACT = "orc starts the container's program itself"
+
+# Argument of an estimator -> why nothing here can take its place.
+REFUSED = {
+    "sagemaker_session": "sessions are made from `profile`, `region` and `endpoint_url` of the cluster",
+    "git_config": "check the repository out and submit from there; its state is recorded with the job",
+    "dependencies": f"{_WORKDIR}; put them into it",
+    "code_location": "`bucket` and `prefix` of the cluster say where code is kept",
+    "model_uri": "name it as a channel in `inputs`",
+    "model_channel_name": "name it as a channel in `inputs`",
+    "rules": "SageMaker Debugger is not supported; orc.runtime watches for stalls and spikes of the loss",
+    "debugger_hook_config": "SageMaker Debugger is not supported; `false` is accepted",
+    "instance_groups": "all instances of a job have one type; use `instance_type` and `instance_count`",
+    "container_entry_point": _CONTRACT,
+    "container_arguments": f"{_CONTRACT}; arguments go into `args`",
+    "container_log_level": "the level of the program's log is `runtime.log_level`",
+    "compiler_config": "the SageMaker Training Compiler is discontinued; use `runtime.dynamo_backend`",
+    "tensorflow_version": "orc launches PyTorch",
+    "training_recipe": f"{_WORKDIR}; write the script that trains, and name it in `script`",
+    "recipe_overrides": "there is no training_recipe; arguments go into `args`",
+    "algorithm_arn": "algorithms of the marketplace bring a program of their own; orc runs yours",
+    "wait": "`orc wait` waits",
+    "logs": "`orc logs` shows logs",
+    "job_name": "the name follows from the attempt; `base_job_name` is what it begins with",
+    "aws_access_key_id": "credentials do not belong into files; use a profile or the environment",
+    "aws_secret_access_key": "credentials do not belong into files; use a profile or the environment",
+    "aws_session_token": "credentials do not belong into files; use a profile or the environment",
+}
+
 
 MANY = 2**31 - 1
 # Key of the cluster that names a table -> the setting in it, and its columns.

@@ -213,7 +213,7 @@ class SlurmBackend(Backend):
 
     def recall(self, digest: str, handle: Handle) -> None:
         """Bring the tree back from the store of the cluster."""
-        from orc.launchers.transfer.recall import recall
+        from orc.launchers.transfer.fetch import recall
 
         recall(digest, self._transport, self.root, self.store)
 

@@ -145,7 +145,7 @@ class SshBackend(Backend):
 
     def recall(self, digest: str, handle: Handle) -> None:
         """Fetch it from the first of the attempt's hosts that has it."""
-        from orc.launchers.transfer.recall import recall
+        from orc.launchers.transfer.fetch import recall
 
         errors: list[LaunchError] = []
         for name in handle.hosts:

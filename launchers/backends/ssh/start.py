@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.attempts.link_token import new_link_token
+from orc.launchers.attempts.confidential import new_link_token
 from orc.launchers.backends.ssh.hosts import START_TIMEOUT_S, WRITE_TIMEOUT_S
 from orc.launchers.backends.ssh.rendering import file_for, hosts_of, start_command
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError, NoRoom

@@ -40,13 +40,7 @@ from orc.launchers.backends.tpu.rendering import render_plan
 from orc.launchers.backends.tpu.request import TpuLocation
 from orc.launchers.backends.tpu.settings import JobOptions, Options, Settings, read_settings
 from orc.launchers.backends.tpu.workers import directory_of, worker_name
-from orc.launchers.errors import (
-    AmbiguousSubmit,
-    BackendError,
-    BackendUnreachable,
-    LaunchError,
-    NoRoom,
-)
+from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.findings import Finding
 from orc.launchers.plan import Plan
 

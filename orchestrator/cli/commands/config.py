@@ -70,7 +70,7 @@ def command(ctx: click.Context, config_file: Path | None, force: bool, as_json: 
         return
     from orc.launchers.accelerate.defaults import write_config
     from orc.launchers.accelerate.wizard import interview
-    from orc.orchestrator.cli.ui.prompts import Prompts
+    from orc.orchestrator.cli.ui.questions import Prompts
 
     path, ask = _target(config_file), Prompts()
     if path.exists() and not force:

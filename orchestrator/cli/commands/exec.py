@@ -1,4 +1,4 @@
-"""`orc exec`."""
+"""`orc exec`, `orc ssh`: a program, or a shell, on the nodes of a running job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOT_RUN = 125
 @click.option("--rank", type=click.IntRange(0), help="On the node of this rank, with its environment.")
 @click.option("--all", "everywhere", is_flag=True, help="On all nodes at once; lines begin with the node's name.")
 @click.argument("program", nargs=-1, required=True, metavar="-- PROGRAM [ARG]...")
-def command(job: str, node: int | None, rank: int | None, everywhere: bool, program: tuple[str, ...]) -> int:
+def exec_(job: str, node: int | None, rank: int | None, everywhere: bool, program: tuple[str, ...]) -> int:
     """Run PROGRAM beside a running JOB: on its node, in its working copy, with its environment.
 
     The exit status is the program's; 125 when it could not be run there.
@@ -103,3 +103,22 @@ def _everywhere(entries: Sequence[NodeEntry], program: Sequence[str]) -> int:
     for thread in threads:
         thread.join()
     return max((128 - status if status < 0 else status for status in statuses), default=0)
+
+
+@click.command("ssh")
+@job_argument
+@click.option("--node", type=click.IntRange(0), help="This node. [default: the first]")
+@click.option("--rank", type=click.IntRange(0), help="The node of this rank, with its environment.")
+def ssh(job: str, node: int | None, rank: int | None) -> None:
+    """Open a shell on a node of a running JOB: in its working copy, with its environment.
+
+    Hosts of an SSH cluster are entered with the real `ssh`, Slurm nodes with `srun --pty`, this machine directly.
+    """
+    if node is not None and rank is not None:
+        raise click.UsageError("give one of --node and --rank", click.get_current_context())
+    from orc.launchers.hosts.sessions import on_node
+
+    client = open_client()
+    with waiting(f"looking for the nodes of {job}"):
+        chosen = pick(client, job, client.entries(client.resolve(job)), node, rank)
+    become(client, on_node(chosen, (), rank=rank, terminal=True))

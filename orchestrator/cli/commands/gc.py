@@ -16,7 +16,7 @@ from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
     from orc.launchers.snapshot.gc import GcReport
-    from orc.orchestrator.engine.retention import Place
+    from orc.orchestrator.engine.cleanup import Place
 
 
 @click.command("gc")
@@ -44,7 +44,7 @@ def command(cluster: str | None, dry_run: bool, older_than: float, work: bool, a
     from orc.launchers.remote.transport import LocalTransport
     from orc.launchers.snapshot.gc import GcRequest
     from orc.launchers.transfer.targets import Targets, collect_garbage
-    from orc.orchestrator.engine.retention import collect_at, snapshot_needs
+    from orc.orchestrator.engine.cleanup import collect_at, snapshot_needs
 
     client = open_ledger()
     needed = snapshot_needs(client.workspace.ledger)

@@ -50,7 +50,7 @@ def command(cluster: str | None, form: str | None) -> int:
 
 
 def _to_list(reports: Mapping[str, QueueReport], errors: Mapping[str, LaunchError]) -> list[dict[str, Any]]:
-    from orc.orchestrator.schema import encode
+    from orc.orchestrator.views import encode
 
     found = [{"cluster": name, **encode(report)} for name, report in reports.items()]
     return [*found, *({"cluster": name, "error": str(error)} for name, error in errors.items())]

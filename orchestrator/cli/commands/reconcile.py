@@ -1,4 +1,7 @@
-"""`orc reconcile`, hidden: the detached reconciler of `orc submit` (`orc.orchestrator.engine.detached`)."""
+"""Hidden commands that run passes: `orc reconcile`, the detached one of `orc submit`, and `orc tick`.
+
+A local agent starts the latter when an attempt ends, so that retries need no daemon.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.session import open_ledger
+from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.output import echo, echo_json_line
 
 if TYPE_CHECKING:
@@ -16,11 +21,11 @@ if TYPE_CHECKING:
 
 @click.command("reconcile", hidden=True)
 @json_option
-def command(as_json: bool) -> None:
+def reconcile(as_json: bool) -> None:
     """Run passes until every job has ended; ends at once where another process does that."""
     from orc.orchestrator.client import Client
     from orc.orchestrator.engine import detached
-    from orc.orchestrator.notifications.deliverer import Deliverer, drain
+    from orc.orchestrator.notifications.delivery import Deliverer, drain
 
     def report_line(text: str) -> None:
         if as_json:
@@ -36,3 +41,14 @@ def command(as_json: bool) -> None:
     with Client(reconciler=False) as client:
         # The last job's end is told, too.
         drain(client.workspace.ledger, lambda: not client.workspace.state_dir.is_dir())
+
+
+@click.command("tick", hidden=True)
+@click.option("--job", "job", required=True, metavar="ID", help="The job to look at.")
+@json_option
+def tick(job: str, as_json: bool) -> None:
+    """Run one reconciler pass over a job, waiting first for the backoff of a retry that is due."""
+    client = open_ledger(reconciler=False)
+    view = client.tick(client.resolve(job))
+    if as_json:
+        output.echo_json(view.to_dict())

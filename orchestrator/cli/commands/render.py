@@ -149,7 +149,7 @@ def show(loaded: LoadedJob, form: str, output: Path | None) -> None:
 def show_any(loaded: LoadedJob | LoadedGroup, form: str, output: Path | None, member: str | None = None) -> None:
     """Print the plan of a job as `show`; of a group, what its members are, or the plan of *member*."""
     from orc.launchers.spec.groups import LoadedGroup
-    from orc.orchestrator.cli.group_commands import chosen_member, preview
+    from orc.orchestrator.cli.commands.groups import chosen_member, preview
 
     if isinstance(loaded, LoadedGroup) and member is None:
         if output is not None:

@@ -31,7 +31,7 @@ def command(
     """
     client = open_client(reconciler=reconciler)
     if "-" in job and client.jobs(group=job, limit=1):
-        from orc.orchestrator.cli.group_commands import retry_group
+        from orc.orchestrator.cli.commands.groups import retry_group
 
         if overrides or following:
             raise click.UsageError("--set and --follow are for one job", click.get_current_context())

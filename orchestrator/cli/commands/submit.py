@@ -177,7 +177,7 @@ def command(
         show_any(loaded, "json" if as_json else "text", None)
         return 0
     if isinstance(loaded, LoadedGroup):
-        from orc.orchestrator.cli.group_commands import submit_group
+        from orc.orchestrator.cli.commands.groups import submit_group
 
         if following:
             raise click.UsageError("--follow shows one job, and this is a group", context)
@@ -267,7 +267,7 @@ def run(
         selection = Selection() if all_ranks else Selection(ranks or (0,), asked=bool(ranks))
         view = _follow(client, view, selection, as_json)
         if bell:
-            from orc.orchestrator.cli.ui.bell import ring
+            from orc.orchestrator.cli.ui.display import ring
 
             ring("orc", [jobtext.headline(view)])
         if as_json:

@@ -61,7 +61,7 @@ def command() -> None:
 @json_option
 def create_command(user: str, role: str, expires: float | None, note: str, as_json: bool) -> None:
     """Create a token and print it, only this once."""
-    from orc.orchestrator.api.tokens import create_token
+    from orc.orchestrator.api.access import create_token
 
     client = _client()
     made = create_token(client.session, user, role, expires, note).to_dict()
@@ -78,7 +78,7 @@ def create_command(user: str, role: str, expires: float | None, note: str, as_js
 @json_option
 def list_command(as_json: bool) -> None:
     """List the tokens, without their secrets."""
-    from orc.orchestrator.api.tokens import list_tokens
+    from orc.orchestrator.api.access import list_tokens
 
     found = list_tokens(_client().session).to_dict()["tokens"]
     if as_json:
@@ -108,7 +108,7 @@ def list_command(as_json: bool) -> None:
 @json_option
 def revoke_command(token_ids: tuple[str, ...], as_json: bool) -> None:
     """Revoke tokens by their ids, from now on."""
-    from orc.orchestrator.api.tokens import revoke_token
+    from orc.orchestrator.api.access import revoke_token
 
     client = _client()
     revoked: list[Mapping[str, Any]] = []

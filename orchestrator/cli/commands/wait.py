@@ -37,7 +37,7 @@ def command(jobs: tuple[str, ...], timeout: float | None, bell: bool, form: str 
 
         views = client.wait(ids, timeout_s=timeout, on_change=on_change)
     if bell:
-        from orc.orchestrator.cli.ui.bell import ring
+        from orc.orchestrator.cli.ui.display import ring
 
         ring("orc", [jobtext.headline(view) for view in views])
     found = {"jobs": [view.to_dict() for view in views], "timed_out": not all(v.ended for v in views)}

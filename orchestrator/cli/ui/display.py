@@ -1,16 +1,21 @@
-"""Display of what the user waits for, on stderr: a live line on a terminal, one plain line per step elsewhere."""
+"""Display of what the user waits for, on stderr: a live line on a terminal, one plain line per step elsewhere;
+and the bell when it is there."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import SpecError
 from orc.orchestrator.cli.ui import questions
 from orc.orchestrator.cli.ui.output import clock, duration, echo, rendered, size
@@ -219,3 +224,21 @@ def _agree_to_size(values: Mapping[str, Any]) -> None:
         raise SpecError(what, where=where, hint=f"{hint}; --yes sends it as it is")
     echo(block({"what": what, "where": where, "do": hint}, "warning"), err=True)
     questions.ask("take a snapshot of that size")
+
+
+_PATIENCE_S = 5.0
+
+
+def ring(title: str, lines: Sequence[str]) -> None:
+    """Ring the terminal's bell, and show *title* and *lines* on the desktop where ``notify-send`` can."""
+    if sys.stderr.isatty():
+        click.echo("\a", err=True, nl=False)
+    program = shutil.which("notify-send")
+    if program and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        # A body may hold markup; names and reasons hold none of ours.
+        body = "\n".join(escape_controls(line) for line in lines).replace("&", "&amp;").replace("<", "&lt;")
+        words = [program, "--app-name=orc", "--", escape_controls(title), body]
+        try:
+            subprocess.run(words, timeout=_PATIENCE_S, check=False, capture_output=True)
+        except (OSError, subprocess.TimeoutExpired):
+            return  # no desktop answers: the terminal has been told

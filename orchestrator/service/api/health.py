@@ -11,10 +11,10 @@ from fastapi.responses import JSONResponse, Response
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.api.rights import Kind, shows
 from orc.orchestrator.api.schedules import Done
-from orc.orchestrator.schema import View
 from orc.orchestrator.service.auth import public
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.metrics import CONTENT_TYPE
+from orc.orchestrator.views import View
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers.accelerate.merge import merge
-from orc.launchers.accelerate.variables import variables
+from orc.launchers.accelerate.merge import merge, variables
 from orc.launchers.errors import LaunchError
 
 

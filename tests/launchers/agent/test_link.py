@@ -14,7 +14,7 @@ import pytest
 
 from orc.launchers.agent import network
 from orc.launchers.agent.signals import signal_process
-from orc.launchers.attempts.link_token import new_link_token
+from orc.launchers.attempts.confidential import new_link_token
 from orc.launchers.attempts.records import merge
 
 from .conftest import guard_of, until

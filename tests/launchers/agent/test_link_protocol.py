@@ -18,7 +18,7 @@ from orc.launchers.agent.link.client import LinkClient
 from orc.launchers.agent.link.records import concerns, is_record, may_send
 from orc.launchers.agent.link.server import LinkServer
 from orc.launchers.agent.records import read_json
-from orc.launchers.attempts.link_token import new_link_token
+from orc.launchers.attempts.confidential import new_link_token
 
 from .conftest import TOKEN, Linked, until
 from .test_link import IDLE

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from orc.launchers.agent.link.channel import tls_context
-from orc.launchers.attempts.link_token import new_link_token
+from orc.launchers.attempts.confidential import new_link_token
 from orc.launchers.containers import program
 
 OWNER = "here:orc-job-abc-a1"

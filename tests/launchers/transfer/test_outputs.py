@@ -11,7 +11,7 @@ import pytest
 from orc.launchers.errors import BundleError
 from orc.launchers.remote.transport import LocalTransport
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.transfer import outputs
+from orc.launchers.transfer import fetch
 
 
 class Elsewhere(LocalTransport):
@@ -34,7 +34,7 @@ def output(tmp_path: Path) -> Path:
 
 
 def collect(path: Path, transport: LocalTransport, store: Path):
-    return outputs.collect(str(path), transport, sys.executable, ContentStore(store))
+    return fetch.collect(str(path), transport, sys.executable, ContentStore(store))
 
 
 @HERE_AND_ELSEWHERE
@@ -78,13 +78,13 @@ def test_what_cannot_be_passed_on_is_said(
 
 
 def test_a_file_that_changes_on_the_way_is_not_stored(output: Path, tmp_path: Path, monkeypatch) -> None:
-    fetch = outputs.fetch
+    fetched = fetch.fetch
 
     def change_first(*given: object) -> None:
         (output / "-name").write_text("a lash")
-        fetch(*given)
+        fetched(*given)
 
-    monkeypatch.setattr(outputs, "fetch", change_first)
+    monkeypatch.setattr(fetch, "fetch", change_first)
     with pytest.raises(BundleError, match="changed while it was collected"):
         collect(output, Elsewhere(), tmp_path / "store")
     assert not list((tmp_path / "store" / "trees").glob("*"))

@@ -10,7 +10,7 @@ from orc.launchers.errors import BundleError
 from orc.launchers.remote.transport import LocalTransport
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.scan import Bundle
-from orc.launchers.transfer.recall import recall
+from orc.launchers.transfer.fetch import recall
 
 
 @pytest.fixture

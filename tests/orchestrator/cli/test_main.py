@@ -15,7 +15,7 @@ import pytest
 
 from orc.launchers.errors import BackendUnreachable, SpecError
 from orc.orchestrator.cli import exit_codes, main
-from orc.orchestrator.cli.main import ALIASES, COMMANDS, HIDDEN, cli, load
+from orc.orchestrator.cli.main import COMMANDS, HIDDEN, SHARED, cli, load
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.reporting import wants_json
 
@@ -32,7 +32,7 @@ def test_every_command_of_the_table_exists_and_takes_json(name: str, orc: Run) -
     below = command.commands if isinstance(command, click.Group) else {}
     takes_json = "--json" in shown.out or any("--json" in orc(name, one, "--help").out for one in below)
     assert takes_json == (name not in ("exec", "ssh"))
-    assert command.name == ALIASES.get(name, name)
+    assert command.name == ("launch" if name == "run" else name)
 
 
 def test_help_lists_every_command_with_its_line(orc: Run) -> None:
@@ -313,7 +313,7 @@ def test_closed_standard_streams_do_no_harm(closed: str, orc_home: Path) -> None
     assert status.returncode == 0
 
 
-def test_each_command_has_a_file_of_its_name() -> None:
+def test_each_command_has_a_file_of_its_name_or_shares_one() -> None:
     files = {path.stem for path in (Path(main.__file__).parent / "commands").glob("[a-z]*.py")}
-    own = {name.replace("-", "_") for name in COMMANDS if name not in ALIASES}
+    own = {SHARED.get(name, name).partition(":")[0].replace("-", "_") for name in COMMANDS}
     assert files == own | {"discover"}  # `orc clusters discover`

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from served_ledger import Served
 
 from orc.launchers.spec import LoadedJob, load_job
-from orc.orchestrator.api import tokens
+from orc.orchestrator.api import access
 from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.server import make_server
 from orc.orchestrator.service.settings import Settings
@@ -33,7 +33,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     made.state_dir.mkdir(mode=0o700)
     with made.ledger() as client:
         for user, role in (("ada", "admin"), ("grace", "user"), ("alan", "user"), ("eve", "viewer")):
-            made.tokens[user] = tokens.create(client.workspace.ledger, user, role, client.workspace.clock())[0]
+            made.tokens[user] = access.create(client.workspace.ledger, user, role, client.workspace.clock())[0]
     settings = Settings(port=0, reconciler=False, requests_per_minute=1_000_000, max_upload=200_000)
     server = make_server(settings, create_app(settings, open_client=made.ledger))
     over = threading.Event()

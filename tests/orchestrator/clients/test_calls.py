@@ -14,9 +14,9 @@ from orc.launchers.spec import LoadedJob
 from orc.orchestrator.api.call import CALLS, PREFIX, SAFE_METHODS
 from orc.orchestrator.api.session import Caller
 from orc.orchestrator.api.submissions import Digests, NewMember
-from orc.orchestrator.schema import decode, encode
 from orc.orchestrator.service.api import ROUTERS
 from orc.orchestrator.service.auth import role_of_route
+from orc.orchestrator.views import decode, encode
 
 Project = Callable[..., LoadedJob]
 # This machine has no queue; clusters are polled meanwhile; each plan has a new key.

@@ -19,12 +19,11 @@ from orc.launchers.spec import LoadedJob
 from orc.launchers.spec.groups import LoadedGroup, load_jobs
 from orc.orchestrator.api.call import PREFIX
 from orc.orchestrator.clients.errors import NotAllowed
-from orc.orchestrator.clients.requests import Request, new_key
+from orc.orchestrator.clients.http_session import Request, new_key
 from orc.orchestrator.clients.service import ServiceClient
 from orc.orchestrator.ledger import schedules as schedule_rows
 from orc.orchestrator.ledger.history_format import export
-from orc.orchestrator.schema import decode
-from orc.orchestrator.views import GroupView, ScheduleView
+from orc.orchestrator.views import GroupView, ScheduleView, decode
 
 Project = Callable[..., LoadedJob]
 SECRET = "hunter2-of-a-group"

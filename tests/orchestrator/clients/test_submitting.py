@@ -18,9 +18,9 @@ from orc.launchers.spec import LoadedJob
 from orc.orchestrator.api.jobs import cancel_job, resubmit_job, submit_job
 from orc.orchestrator.api.submissions import Digests
 from orc.orchestrator.clients.errors import JobNotFound, NotAllowed, NotLoggedIn, SnapshotMissing
-from orc.orchestrator.clients.requests import Request, new_key, request_of
+from orc.orchestrator.clients.http_session import Request, new_key, request_of
 from orc.orchestrator.clients.service import ServiceClient
-from orc.orchestrator.engine import encryption
+from orc.orchestrator.engine import job_secrets
 from orc.orchestrator.ledger import groups
 from orc.orchestrator.ledger.groups import GroupRecord
 
@@ -78,10 +78,10 @@ def test_a_secret_reaches_its_job_and_nothing_else(
                 break
         with served.ledger() as ledger, ledger.workspace.ledger.database.read() as connection:
             ((sealed,),) = connection.tuples("SELECT sealed FROM sealed_secrets WHERE job_id = :id", {"id": made.id})
-        assert encryption.decrypt(served.state_dir, made.id, sealed) == {"API_KEY": SECRET}
-        with pytest.raises(encryption.DecryptionError):
-            encryption.decrypt(served.state_dir, "another-aaaaaa", sealed)
-        assert (served.state_dir / encryption.FILE).stat().st_mode & 0o777 == 0o600
+        assert job_secrets.decrypt(served.state_dir, made.id, sealed) == {"API_KEY": SECRET}
+        with pytest.raises(job_secrets.DecryptionError):
+            job_secrets.decrypt(served.state_dir, "another-aaaaaa", sealed)
+        assert (served.state_dir / job_secrets.FILE).stat().st_mode & 0o777 == 0o600
         shown = str(client.job(made.id)) + str(client.events(made.id))
         client.cancel([made.id], grace_s=0)
         (done,) = client.wait([made.id], timeout_s=120)
@@ -116,17 +116,17 @@ def test_keys_rotate_and_a_lost_one_is_said(tmp_path: Path, monkeypatch: pytest.
     from cryptography.fernet import Fernet
 
     old, new = Fernet.generate_key().decode(), Fernet.generate_key().decode()
-    monkeypatch.setenv(encryption.VARIABLE, old)
-    sealed = encryption.encrypt(tmp_path, "digits-aaaaaa", {"A": SECRET})
+    monkeypatch.setenv(job_secrets.VARIABLE, old)
+    sealed = job_secrets.encrypt(tmp_path, "digits-aaaaaa", {"A": SECRET})
     assert SECRET not in sealed
-    monkeypatch.setenv(encryption.VARIABLE, f"{new},{old}")
-    assert encryption.decrypt(tmp_path, "digits-aaaaaa", sealed) == {"A": SECRET}
-    monkeypatch.setenv(encryption.VARIABLE, new)
-    with pytest.raises(encryption.DecryptionError, match="encrypted with another key"):
-        encryption.decrypt(tmp_path, "digits-aaaaaa", sealed)
-    monkeypatch.delenv(encryption.VARIABLE)
-    with pytest.raises(encryption.DecryptionError, match="no usable key"):
-        encryption.decrypt(tmp_path, "digits-aaaaaa", sealed)
+    monkeypatch.setenv(job_secrets.VARIABLE, f"{new},{old}")
+    assert job_secrets.decrypt(tmp_path, "digits-aaaaaa", sealed) == {"A": SECRET}
+    monkeypatch.setenv(job_secrets.VARIABLE, new)
+    with pytest.raises(job_secrets.DecryptionError, match="encrypted with another key"):
+        job_secrets.decrypt(tmp_path, "digits-aaaaaa", sealed)
+    monkeypatch.delenv(job_secrets.VARIABLE)
+    with pytest.raises(job_secrets.DecryptionError, match="no usable key"):
+        job_secrets.decrypt(tmp_path, "digits-aaaaaa", sealed)
 
 
 def test_no_text_of_a_job_is_read_by_a_shell(served: Served, project: Project, tmp_path: Path) -> None:

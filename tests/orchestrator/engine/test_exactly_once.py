@@ -46,7 +46,7 @@ from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.spec import JobSpec, load_job
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import fault_points, orphans
-from orc.orchestrator.engine.dependencies import is_met
+from orc.orchestrator.engine.admission import is_met
 from orc.orchestrator.engine.groups import submit_group
 from orc.orchestrator.engine.snapshots import take
 from orc.orchestrator.engine.submission import Submission, submit

@@ -5,7 +5,7 @@ from fake_backend import FakeBackend
 
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine.fair_share import HALF_LIFE_S, HEAD_START_S, Use, decayed, head_starts
+from orc.orchestrator.engine.queueing import HALF_LIFE_S, HEAD_START_S, Use, decayed, head_starts
 
 DAY = 86400.0
 NOW = 100 * DAY

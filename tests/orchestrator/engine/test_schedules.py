@@ -10,7 +10,7 @@ import pytest
 from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import progress, schedules, snapshots
-from orc.orchestrator.engine.retention import snapshot_needs
+from orc.orchestrator.engine.cleanup import snapshot_needs
 from orc.orchestrator.engine.submission import new_submission
 
 MINUTE = 60.0

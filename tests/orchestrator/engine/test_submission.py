@@ -8,7 +8,7 @@ from fake_backend import FakeBackend
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import BackendError, BackendUnreachable, BundleError, SpecError
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import orphans, submission_steps
+from orc.orchestrator.engine import delivery, orphans
 from orc.orchestrator.ledger.errors import LedgerError
 
 
@@ -73,7 +73,7 @@ def test_a_ledger_that_fails_after_the_intent_names_the_job_that_runs(client, ba
         raise LedgerError("disk is full", where="ledger.db", hint="free some space")
 
     with monkeypatch.context() as broken:
-        broken.setattr(submission_steps, "accept", full)
+        broken.setattr(delivery, "accept", full)
         with pytest.raises(LedgerError, match="disk is full") as caught:
             client.submit(job_file())
     (row,) = client.jobs()

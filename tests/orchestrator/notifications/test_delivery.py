@@ -22,8 +22,7 @@ from orc.orchestrator.client import Client
 from orc.orchestrator.ledger import outbox
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.store import Ledger
-from orc.orchestrator.notifications.deliverer import Deliverer
-from orc.orchestrator.notifications.delivery import MAX_TRIES, Report, deliver_due
+from orc.orchestrator.notifications.delivery import MAX_TRIES, Deliverer, Report, deliver_due
 from orc.orchestrator.notifications.targets import Policy, Settings
 
 

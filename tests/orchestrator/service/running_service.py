@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Handle, LogSelector
-from orc.orchestrator.api import tokens
+from orc.orchestrator.api import access
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
@@ -83,7 +83,7 @@ class Running:
 
     def token(self, user: str, role: str, **options: Any) -> tuple[str, str]:
         with self.open_client() as client:
-            text, record = tokens.create(client.workspace.ledger, user, role, client.workspace.clock(), **options)
+            text, record = access.create(client.workspace.ledger, user, role, client.workspace.clock(), **options)
         return text, record.id
 
     def add_job(self, job_id: str, owner: str = "grace", *, running: bool = True) -> str:

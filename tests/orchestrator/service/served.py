@@ -16,7 +16,7 @@ import httpx
 import psutil
 from fake_backend import FakeBackend
 
-from orc.orchestrator.api import tokens
+from orc.orchestrator.api import access
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger.records import NewJob
 
@@ -105,7 +105,7 @@ def make_served(state_dir: Path, users: Mapping[str, str] | None = None, **setti
     made = Served(state_dir, {"port": 0, "reconciler": False, **settings})
     with made.open_client() as client:
         for user, role in (("ada", "admin"), ("grace", "user"), ("alan", "user"), ("eve", "viewer")):
-            made.tokens[user] = tokens.create(client.workspace.ledger, user, role, client.workspace.clock())[0]
+            made.tokens[user] = access.create(client.workspace.ledger, user, role, client.workspace.clock())[0]
         for name, user in (users or {}).items():
-            made.tokens[name] = tokens.create(client.workspace.ledger, user, "user", client.workspace.clock())[0]
+            made.tokens[name] = access.create(client.workspace.ledger, user, "user", client.workspace.clock())[0]
     return made

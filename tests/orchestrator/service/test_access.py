@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from orc.orchestrator.api.tokens import DEFAULT_EXPIRES_S
+from orc.orchestrator.api.access import DEFAULT_EXPIRES_S
 from orc.orchestrator.cli.commands.token import create_command
 from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.auth import SAFE_METHODS, role_of_route

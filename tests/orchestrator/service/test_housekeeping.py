@@ -11,7 +11,7 @@ from fake_backend import FakeBackend
 
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import SpecError
-from orc.orchestrator.api import tokens
+from orc.orchestrator.api import access
 from orc.orchestrator.api.submissions import Digests, NewMember
 from orc.orchestrator.api.submitting import Submitter
 from orc.orchestrator.client import Client
@@ -131,9 +131,9 @@ def test_who_gets_the_name_of_another_has_not_had_the_contents_of_that_one(clien
     ledger = client.workspace.ledger
     with ledger.database.write() as connection:
         content_holders.add(connection, "ann", ["1" * 64], clock.now)
-    (_, first), (_, last) = (tokens.create(ledger, "ann", "user", clock.now) for _ in range(2))
+    (_, first), (_, last) = (access.create(ledger, "ann", "user", clock.now) for _ in range(2))
     for token, left in ((first, {"1" * 64}), (last, set())):
-        tokens.revoke(ledger, token.id, clock.now)
+        access.revoke(ledger, token.id, clock.now)
         with ledger.database.read() as connection:
             assert content_holders.held(connection, "ann", ["1" * 64]) == left
 

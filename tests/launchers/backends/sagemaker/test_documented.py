@@ -9,9 +9,15 @@ import pytest
 import yaml
 from pydantic.fields import FieldInfo
 
-from orc.launchers.backends.sagemaker.arguments import ALIASES, ELSEWHERE, REFUSED
 from orc.launchers.backends.sagemaker.estimators import load_estimator
-from orc.launchers.backends.sagemaker.settings import cluster_fields, job_fields, read_settings
+from orc.launchers.backends.sagemaker.settings import (
+    ALIASES,
+    ELSEWHERE,
+    REFUSED,
+    cluster_fields,
+    job_fields,
+    read_settings,
+)
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from orc.launchers.backends.sagemaker.arguments import REFUSED
 from orc.launchers.backends.sagemaker.estimators import load_estimator
-from orc.launchers.backends.sagemaker.settings import read_settings
+from orc.launchers.backends.sagemaker.settings import REFUSED, read_settings
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import LoadedJob
 from orc.orchestrator.client import Client

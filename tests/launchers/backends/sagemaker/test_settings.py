@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orc.launchers.backends import open_backend
-from orc.launchers.backends.sagemaker.arguments import ELSEWHERE, REFUSED
-from orc.launchers.backends.sagemaker.settings import cluster_fields, known_names, read_settings
+from orc.launchers.backends.sagemaker.settings import ELSEWHERE, REFUSED, cluster_fields, known_names, read_settings
 from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.spec import load_job
 from orc.launchers.spec.clusters import get_cluster

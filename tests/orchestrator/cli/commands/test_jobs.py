@@ -90,7 +90,7 @@ def test_submit_follow_shows_rank_0_byte_for_byte_rings_and_succeeds(
     orc: Run, job_file: JobFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rung: list[Any] = []
-    monkeypatch.setattr("orc.orchestrator.cli.ui.bell.ring", lambda *said: rung.append(said))
+    monkeypatch.setattr("orc.orchestrator.cli.ui.display.ring", lambda *said: rung.append(said))
     assert orc("submit", job_file(TWO), "--bell").code == 2
     result = orc("submit", job_file(TWO), "--follow", "--bell")
     assert [(title, "SUCCEEDED" in line) for title, (line,) in rung] == [("orc", True)]

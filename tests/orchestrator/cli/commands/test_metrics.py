@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from orc.orchestrator.cli.commands.metrics import chart, overlay
 from orc.orchestrator.cli.ui import jobtext
-from orc.orchestrator.cli.ui.curves import chart, overlay
 
 JOB = """\
 name: curve

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from orc.launchers.attempts.logs import LogChunk, LogSelector
-from orc.orchestrator.cli.ui.log_lines import LineFilter, copy_merged, have_times
+from orc.orchestrator.cli.commands.logs import LineFilter, copy_merged, have_times
 from orc.orchestrator.cli.ui.tail import PrefixSink
 from orc.orchestrator.insight.log_times import UNKNOWN, Clock
 

@@ -217,3 +217,8 @@ def _members(
             )
         )
     return table(header, rows)
+
+
+sweep = group_command("sweep", "Jobs of one file with different values of some keys.")
+array = group_command("array", "Jobs of one file that differ in a number.")
+pipeline = group_command("pipeline", "Jobs of one file that wait for each other and pass files on.")
