@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +16,8 @@ from torch import Tensor, nn
 from orc.runtime import collectives
 from orc.runtime.attributes import AcceleratorAttributes
 from orc.runtime.checkpointing import Checkpointing
+from orc.runtime.core.accumulation import Accumulation
 from orc.runtime.core.context import current_context
-from orc.runtime.core.delegation import of
 from orc.runtime.core.errors import OrcRuntimeError
 from orc.runtime.core.libraries import chosen, take_arguments
 from orc.runtime.core.options import ONE_STEP, gather_options
@@ -29,7 +31,6 @@ from orc.runtime.parallel.precision import precision_for
 from orc.runtime.preparing import Preparation
 from orc.runtime.state import check_device
 from orc.runtime.tracking.methods import Tracking
-from orc.runtime.train.accumulation import Accumulation
 from orc.runtime.train.engine import engine_for
 from orc.runtime.train.normalize import Count
 from orc.runtime.watching import Watching
@@ -39,18 +40,33 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.handlers import (
+        AutocastKwargs,
         DataLoaderConfiguration,
         GradientAccumulationPlugin,
         KwargsHandler,
         ProjectConfiguration,
         TorchDynamoPlugin,
     )
-    from orc.runtime.core.model_handlers import AutocastKwargs
     from orc.runtime.core.options import Options
     from orc.runtime.core.parallelism import ParallelismConfig
     from orc.runtime.parallel.precision import Precision
     from orc.runtime.tracking.base import GeneralTracker
     from orc.runtime.tracking.selection import Chosen
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def of(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return a method that is *method* of the attribute *part*, with its signature and documentation."""
+    take = operator.attrgetter(part)
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(take(self), *args, **kwargs)
+
+    return call
 
 
 class Accelerator(AcceleratorAttributes):
@@ -183,12 +199,13 @@ class Accelerator(AcceleratorAttributes):
     def _assemble(self, ctx: RunContext, options: Options, precision: Precision, flattened: bool = False) -> None:
         scaler = precision.scaler(ctx.device, options.scaler, flattened=flattened)
         engine = engine_for(ctx, options, Prepared(scaler=scaler))
-        super().__init__(ctx, options, engine, Accumulation(ctx.gradient, engine))
+        self.ctx, self._options, self._gradient = ctx, options, ctx.gradient
+        self._engine, self._prepared = engine, engine.prepared
+        self._accumulation = Accumulation(ctx.gradient, engine.no_sync if ctx.distributed else None)
         self._checkpointing = Checkpointing(engine, options)
         self._watching = Watching(engine, self._checkpointing)
         self._precision = precision
         self._preparation = Preparation(engine, options, self.dynamo_plugin, self._watching, precision)
-        self._profiling = Profiling(ctx, options)
         self._trigger = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -459,6 +476,10 @@ class Accelerator(AcceleratorAttributes):
 
     count_tokens = of("_watching", Watching.count_tokens)
     profile = of("_profiling", Profiling.profile)
+
+    @functools.cached_property
+    def _profiling(self) -> Profiling:
+        return Profiling(self.ctx, self._options)
 
     @property
     def preempted(self) -> bool:

@@ -21,36 +21,27 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from orc.runtime.core.context import RunContext
+    from orc.runtime.core.accumulation import Accumulation, GradientRecord
     from orc.runtime.core.events import Events
-    from orc.runtime.core.model_handlers import AutocastKwargs, DistributedDataParallelKwargs
+    from orc.runtime.core.handlers import AutocastKwargs, DistributedDataParallelKwargs
     from orc.runtime.core.options import Options
+    from orc.runtime.core.prepared import Prepared
     from orc.runtime.core.profile_options import ProfileKwargs
     from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
     from orc.runtime.engine.deepspeed.wrappers import DeepSpeedEngineWrapper
-    from orc.runtime.train.accumulation import Accumulation
     from orc.runtime.train.engine import Engine
     from orc.runtime.train.optimizer import AcceleratedOptimizer
     from orc.runtime.train.scheduler import AcceleratedScheduler
 
 
 class AcceleratorAttributes(ProcessControl):
-    """The documented attributes.
+    """The documented attributes, read from the parts of an Accelerator."""
 
-    Args:
-        ctx: the process context.
-        options: of the Accelerator.
-        engine: trains what is prepared.
-        accumulation: counts batches.
-    """
-
-    def __init__(self, ctx: RunContext, options: Options, engine: Engine, accumulation: Accumulation) -> None:
-        self.ctx = ctx
-        self._options = options
-        self._gradient = ctx.gradient
-        self._engine = engine
-        self._prepared = engine.prepared
-        self._accumulation = accumulation
+    _options: Options
+    _gradient: GradientRecord
+    _engine: Engine
+    _prepared: Prepared
+    _accumulation: Accumulation
 
     @property
     def state(self) -> AcceleratorState:

@@ -147,7 +147,7 @@ class Preparation:
             model = move(model, ctx.device)
         model = self._in_precision(model, request)
         model = compile_model(apply_all(applied, model, ctx, request), self.dynamo)
-        record = described(model)
+        record = described(model, applied)
         for parallelizer in applied:
             if isinstance(parallelizer, ChecksGradients) and not evaluation_mode:
                 self._look_once(parallelizer, record.bare)

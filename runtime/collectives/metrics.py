@@ -12,7 +12,7 @@ from orc.runtime.collectives.tree import elements, flatten, unflatten
 from orc.runtime.core.context import RunContext, current_context
 
 if TYPE_CHECKING:
-    from orc.runtime.core.context import GradientRecord
+    from orc.runtime.core.accumulation import GradientRecord
 
 
 def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, ctx: RunContext | None = None) -> Any:

@@ -40,12 +40,14 @@ class Compute:
     Attributes:
         library: its name, in messages and in saved random states.
         engine: name of the engine that trains, unless a plug-in asks for another.
+        replicas: name of the parallelizer that copies models to all processes.
         device_in_group: the process group carries tensors of the device; otherwise it is for the CPU alone.
         collectives: what carries tensors of the device between processes, instead of the process group.
     """
 
     library: str = "torch"
     engine: str = "native"
+    replicas: str = "ddp"
     device_in_group: bool = True
     collectives: Carrier | None = None
 

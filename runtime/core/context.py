@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from orc.runtime.core.accumulation import GradientRecord
 from orc.runtime.core.compute import TORCH, Compute
 from orc.runtime.core.config import PRECISIONS, RuntimeConfig, check, resolve
 from orc.runtime.core.enums import DistributedType
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from orc.runtime.core.environment import LaunchEnvironment
-    from orc.runtime.core.handlers import GradientAccumulationPlugin
     from orc.runtime.core.store import Store
     from orc.runtime.core.topology import Topology
 
@@ -58,97 +57,6 @@ class TrainingLibrary(Protocol):
     def agreed(self) -> Mapping[str, Any]:
         """Return the settings, by name, that all ranks must have alike."""
         ...
-
-
-class PreparedLoader(Protocol):
-    """Interface of a prepared loader: the attributes that the core reads, and the calls that the loader makes.
-
-    On the start of a pass it calls ``ctx.gradient.begin(self)``, on every batch it sets
-    ``ctx.gradient.current = self``, and when the pass ends ``ctx.gradient.end(self, exhausted=...)`` with
-    ``exhausted=False`` when the iterator was closed early.
-    """
-
-    end_of_dataloader: bool  # the batch just yielded is the last of this pass
-    remainder: int  # samples in the global batch just yielded that are no duplicates; -1: all of them
-    total_batch_size: int  # samples per step over all ranks
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class GradientRecord:
-    """Accumulation and synchronisation of gradients: what `GradientState` shows.
-
-    ``sync_gradients`` says whether this step's gradients are synchronised and applied. ``active`` holds the loaders
-    being iterated, innermost last. ``current`` is the loader that yielded last: it survives an iterator that was
-    dropped after one batch, so that ``gather_for_metrics(next(iter(loader)))`` still knows the batch. It is not kept
-    alive for that: a loader may have worker processes, which end with it.
-    """
-
-    num_steps: int = 1
-    sync_with_dataloader: bool = True
-    sync_each_batch: bool = False
-    adjust_scheduler: bool = True
-    sync_gradients: bool = True
-    active: list[PreparedLoader] = field(default_factory=list)
-    _current: weakref.ref[PreparedLoader] | None = None
-    _remainder: int = -1  # of the current loader's last batch
-
-    @property
-    def current(self) -> PreparedLoader | None:
-        """The loader that yielded last."""
-        return None if self._current is None else self._current()
-
-    @current.setter
-    def current(self, loader: PreparedLoader | None) -> None:
-        if loader is None:
-            self._current, self._remainder = None, -1
-        else:
-            self._current, self._remainder = weakref.ref(loader), loader.remainder
-
-    def follow(self, plugin: GradientAccumulationPlugin) -> None:
-        """Put the settings of *plugin* in force; all Accelerators of the process share them."""
-        if plugin.num_steps is not None:
-            self.num_steps = plugin.num_steps
-        self.sync_with_dataloader = plugin.sync_with_dataloader
-        self.sync_each_batch = plugin.sync_each_batch
-        self.adjust_scheduler = plugin.adjust_scheduler
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of gradient accumulation, without the state of a loop."""
-        names = ("num_steps", "sync_with_dataloader", "sync_each_batch", "adjust_scheduler")
-        return {name: getattr(self, name) for name in names}
-
-    def reset(self) -> None:
-        """Back to no accumulation and no loader."""
-        self.num_steps, self.sync_gradients, self.current = 1, True, None
-        self.sync_with_dataloader, self.sync_each_batch, self.adjust_scheduler = True, False, True
-        self.active.clear()
-
-    def begin(self, loader: PreparedLoader) -> None:
-        """*loader* starts a pass; a pass it had not finished is over."""
-        self._drop(loader)
-        self.active.append(loader)
-        self.current = loader
-
-    def end(self, loader: PreparedLoader, *, exhausted: bool = True) -> None:
-        """*loader*'s pass is over: it yielded everything (*exhausted*) or its iterator was closed before."""
-        self._drop(loader)
-        if self.current is loader and (exhausted or self.active):
-            self.current = self.active[-1] if self.active else None
-
-    def _drop(self, loader: PreparedLoader) -> None:
-        # By identity: a loader may define __eq__.
-        self.active[:] = [other for other in self.active if other is not loader]
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """`True` if the innermost loader being iterated has just yielded its last batch."""
-        return bool(self.active) and self.active[-1].end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """Samples of the current global batch that are no duplicates, where it was filled up; otherwise -1."""
-        loader = self.current
-        return loader.remainder if loader is not None else self._remainder
 
 
 @dataclass(repr=False, eq=False)

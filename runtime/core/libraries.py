@@ -81,7 +81,7 @@ class Library(Way):
         raise NotImplementedError
 
     def inside(self, model: nn.Module) -> nn.Module | None:
-        """Return the module inside *model*, if this library made that; it is not loaded for the question."""
+        """Return the ``module`` inside *model*, which has one, if this library made that; it is not loaded for it."""
         return None
 
     def problem(self, files: Collection[str]) -> str | None:
@@ -99,6 +99,13 @@ def libraries() -> dict[str, Library]:
     folders = importlib.import_module(_FOLDERS)
     names = [module.name for module in pkgutil.iter_modules(folders.__path__) if module.ispkg]
     return {name: importlib.import_module(f"{_FOLDERS}.{name}").LIBRARY for name in names}
+
+
+def inside(model: nn.Module) -> nn.Module | None:
+    """Return the module inside *model*, if a library made that; only a model with an attribute ``module`` has one."""
+    if "module" not in model._modules:
+        return None
+    return next((inner for library in libraries().values() if (inner := library.inside(model)) is not None), None)
 
 
 def take_arguments(arguments: dict[str, Any]) -> dict[str, Any]:

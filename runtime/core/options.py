@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.runtime.core.enums import RNGType
 from orc.runtime.core.handlers import (
+    AutocastKwargs,
     DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -21,7 +23,6 @@ from orc.runtime.core.handlers import (
 )
 
 if TYPE_CHECKING:
-    from orc.runtime.core.model_handlers import AutocastKwargs, DistributedDataParallelKwargs
     from orc.runtime.core.parallelism import ParallelismConfig
     from orc.runtime.core.profile_options import ProfileKwargs
 
@@ -64,15 +65,11 @@ class Options:
     @property
     def autocast(self) -> AutocastKwargs:
         """Options of autocast."""
-        from orc.runtime.core.model_handlers import AutocastKwargs
-
         return _take(self.handlers, AutocastKwargs)
 
     @property
     def ddp(self) -> DistributedDataParallelKwargs:
         """Options of data-parallel training."""
-        from orc.runtime.core.model_handlers import DistributedDataParallelKwargs
-
         return _take(self.handlers, DistributedDataParallelKwargs)
 
     @property
@@ -176,7 +173,6 @@ def _by_type(handlers: Iterable[KwargsHandler]) -> dict[type[KwargsHandler], Kwa
 
 def _known() -> tuple[type[KwargsHandler], ...]:
     from orc.runtime.core.fp8_recipes import RECIPES, FP8RecipeKwargs
-    from orc.runtime.core.model_handlers import AutocastKwargs, DistributedDataParallelKwargs
     from orc.runtime.core.profile_options import ProfileKwargs
 
     of_models = (AutocastKwargs, DistributedDataParallelKwargs)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from orc.runtime.core.context import PreparedLoader, RunContext, current_context, peek_context
+from orc.runtime.core.accumulation import PreparedLoader
+from orc.runtime.core.context import RunContext, current_context, peek_context
 from orc.runtime.core.handlers import GradientAccumulationPlugin
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.events import Events
-from orc.runtime.core.prepared import Prepared, PreparedOptimizer
+from orc.runtime.core.prepared import GradientSync, Prepared, PreparedOptimizer
 from orc.runtime.engine.by_mesh import groups_of_one_kind
 from orc.runtime.parallel.norms import clip_norm, clip_values, total_norm
 from orc.runtime.parallel.records import gradients_of, record_of
@@ -103,11 +103,15 @@ class NativeEngine:
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context around forward and backward in which *model*'s gradients stay local."""
-        return gradients_of(self.prepared, model).no_sync()
+        return self._gradients(model).no_sync()
 
     def sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context around the backward that ends several forwards under `no_sync`."""
-        return gradients_of(self.prepared, model).sync_in_backward()
+        return self._gradients(model).sync_in_backward()
+
+    def _gradients(self, model: nn.Module) -> GradientSync:
+        record = self.prepared.record_of(model)
+        return gradients_of(model) if record is None else record.gradients
 
     # gradients
 

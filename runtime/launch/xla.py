@@ -182,7 +182,7 @@ class Xla(Compute):
     """torch_xla, as one process uses it. All methods but `broadcast_parameters` work with any number of processes."""
 
     library = "torch_xla"
-    engine = "xla"
+    engine = replicas = "xla"
     device_in_group = False
 
     def __init__(self, modules: Modules) -> None:

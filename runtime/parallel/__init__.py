@@ -1,6 +1,7 @@
 """Parallelizers: each turns a model into a parallel one, in the order they state.
 
-A new one is a module here with an attribute ``PARALLELIZER``, named in `_MODULES`; nothing else changes.
+A new one is a module here with an attribute ``PARALLELIZER``, named in `_OF_DIMENSIONS` by the dimension that calls for
+it. Those that a run does not call for are neither asked nor loaded.
 """
 
 from __future__ import annotations
@@ -8,29 +9,56 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from orc.runtime.core import libraries
 from orc.runtime.core.errors import ContextError
 from orc.runtime.core.topology import DATA_DIMENSIONS, DIMENSIONS, LOSS_DIMENSIONS
-from orc.runtime.parallel.base import ChecksModels, CutsBatches, Parallelizer, Request
+from orc.runtime.parallel.base import Parallelizer, Request
 from orc.runtime.parallel.replacements import named_parameters, replaced
 from orc.runtime.parallel.shards import spread_over
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
-    from orc.runtime.core.model_handlers import DistributedDataParallelKwargs
+    from orc.runtime.core.handlers import DistributedDataParallelKwargs
 
-_MODULES = ("context", "ddp", "fsdp1", "fsdp2", "library", "pp", "replicas", "sequence", "tensor", "xla")
+_OF_DIMENSIONS = {"pp": ("pp",), "tp": ("tensor", "replicas"), "cp": ("context",), "sp": ("sequence",)}
+# Classes of wrappers, by their modules: where these are not loaded there are none.
+_WRAPPERS = {
+    "torch.nn.parallel": ("DistributedDataParallel", "DataParallel"),
+    "torch.distributed.fsdp": ("FullyShardedDataParallel",),
+    "orc.runtime.parallel.pipeline_model": ("PipelineModel",),
+}
+_SYNCHRONIZERS = {"DistributedDataParallel": "ddp", "FullyShardedDataParallel": "fsdp1", "FSDPModule": "fsdp2"}
 
 
-@cache
-def parallelizers() -> tuple[Parallelizer, ...]:
-    """Every parallelizer of this installation, in the order in which they apply."""
-    known = [importlib.import_module(f"{__name__}.{name}").PARALLELIZER for name in _MODULES]
-    return tuple(sorted(known, key=lambda parallelizer: parallelizer.order))
+def parallelizers(ctx: RunContext, options: Mapping[str, Any]) -> list[Parallelizer]:
+    """Return the parallelizers that the layout of *ctx* and the *options* of a request call for, in their order."""
+    called = [dim for dim in _OF_DIMENSIONS if ctx.topology.size(dim) > 1 or options.get(dim) is not None]
+    names = [name for dim in called for name in _OF_DIMENSIONS[dim]]
+    if (plugin := options.get("fsdp")) is not None:
+        names.append(f"fsdp{plugin.fsdp_version}")
+    names.append(ctx.compute.replicas)
+    return sorted(map(_parallelizer, names), key=lambda parallelizer: parallelizer.order)
+
+
+def _parallelizer(name: str) -> Parallelizer:
+    parallelizer: Parallelizer = importlib.import_module(f"{__name__}.{name}").PARALLELIZER
+    return parallelizer
+
+
+def synchronizer_of(model: nn.Module) -> Parallelizer | None:
+    """Return what brings the gradients of *model* together in backward, as its class says; `None` where nothing does.
+
+    A script may have made it parallel by itself.
+    """
+    for kind in type(model).__mro__:
+        if kind.__name__ in _SYNCHRONIZERS and kind.__module__.startswith("torch."):
+            return _parallelizer(_SYNCHRONIZERS[kind.__name__])
+    copies = sys.modules.get(f"{__name__}.replicas")  # which change no class
+    return copies.PARALLELIZER if copies is not None and copies.PARALLELIZER.no_sync(model) is not None else None
 
 
 def chosen(model: nn.Module, ctx: RunContext, request: Request) -> list[Parallelizer]:
@@ -41,22 +69,25 @@ def chosen(model: nn.Module, ctx: RunContext, request: Request) -> list[Parallel
     """
     if is_sharded(model) and not _only_part(model, ctx):
         return []
-    wanted = [parallelizer for parallelizer in parallelizers() if parallelizer.wanted(model, ctx, request)]
-    asked = [one for one in wanted if not one.default]
-    wanted = [one for one in wanted if not (one.default and any(_conflict(one, other) for other in asked))]
-    names = {one.name for one in wanted}
-    for one in wanted:
-        if reason := one.requires(ctx):
-            raise ContextError(f"strategy {one.name} cannot be used here: {reason}")
-        if missing := [name for name in one.needs if name not in names]:
-            raise ContextError(f"strategy {one.name} works only together with {' and '.join(missing)}")
-        if clash := next((other for other in wanted if other is not one and _conflict(one, other)), None):
-            raise ContextError(f"the strategies {one.name} and {clash.name} cannot be used together; choose one")
-    for one in wanted:
-        if isinstance(one, ChecksModels):
-            one.check(model, ctx, request)
+    if ctx.library is not None and not request.evaluation:
+        raise ContextError(
+            f"{ctx.library.title} needs the model with its optimizer: accelerator.prepare(model, optimizer, ...)"
+        )
+    wanted = [each for each in parallelizers(ctx, request.options) if each.wanted(model, ctx, request)]
+    asked = [each for each in wanted if not each.default]
+    wanted = [each for each in wanted if not (each.default and any(_conflict(each, other) for other in asked))]
+    names = {each.name for each in wanted}
+    for each in wanted:
+        if reason := each.requires(ctx):
+            raise ContextError(f"strategy {each.name} cannot be used here: {reason}")
+        if missing := [name for name in each.needs if name not in names]:
+            raise ContextError(f"strategy {each.name} works only together with {' and '.join(missing)}")
+        if clash := next((other for other in wanted if other is not each and _conflict(each, other)), None):
+            raise ContextError(f"the strategies {each.name} and {clash.name} cannot be used together; choose one")
+    for each in wanted:
+        each.check(model, ctx, request)
     if not request.evaluation:
-        refuse_unserved(ctx, {dim for one in wanted for dim in one.serves})
+        refuse_unserved(ctx, {dim for each in wanted for dim in each.serves})
         if wanted and "ddp" not in names:
             refuse_compression(ctx, request.options.get("ddp"), wanted[-1].name)
     return wanted
@@ -91,11 +122,7 @@ def refuse_unserved(ctx: RunContext, served: Collection[str] = (), by: str = "th
 
 def batch_cut(ctx: RunContext, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:
     """Return what makes this rank's part of each batch of a loader; `None` where all ranks of a share get it whole."""
-    cuts = [
-        parallelizer.batch_cut(ctx, options)
-        for parallelizer in parallelizers()
-        if isinstance(parallelizer, CutsBatches)
-    ]
+    cuts = (parallelizer.batch_cut(ctx, options) for parallelizer in parallelizers(ctx, options))
     return next((cut for cut in cuts if cut is not None), None)
 
 
@@ -117,12 +144,33 @@ def apply_all(applied: Sequence[Parallelizer], model: nn.Module, ctx: RunContext
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether parameters of *model* are cut over processes: DTensors, or those of FSDP version 1."""
-    # Where their modules are not loaded, or another thread is loading them, there are none.
-    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    if wrapper is not None and any(isinstance(module, wrapper) for module in model.modules()):
+    if is_flattened(model):
         return True
+    # Where their modules are not loaded, or another thread is loading them, there are none.
     tensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return tensor is not None and any(isinstance(parameter, tensor) for parameter in model.parameters())
+
+
+def is_flattened(model: nn.Module) -> bool:
+    """Return whether parameters of *model* are cut over processes as FSDP version 1 does it."""
+    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return wrapper is not None and any(isinstance(module, wrapper) for module in model.modules())
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """Return the module with the parameters of *model*, inside what parallelizers and libraries put around it."""
+    while (inner := _wrapped(model)) is not None:
+        model = inner
+    return model
+
+
+def _wrapped(model: nn.Module) -> nn.Module | None:
+    """Return the module that *model* is the wrapper of; `None` if it is none."""
+    for home, names in _WRAPPERS.items():
+        module = sys.modules.get(home)
+        if module is not None and any(isinstance(model, getattr(module, name, ())) for name in names):
+            return model.module  # type: ignore[return-value]
+    return libraries.inside(model)
 
 
 def extract_model_from_parallel(
@@ -147,14 +195,7 @@ def extract_model_from_parallel(
         if isinstance(model, OptimizedModule):  # outermost, or what the script compiled before it was prepared
             compiled, inner = model if compiled is None else compiled, model._orig_mod
         else:
-            inner = next(
-                (
-                    unwrapped
-                    for parallelizer in parallelizers()
-                    if (unwrapped := parallelizer.unwrap(inner)) is not None
-                ),
-                None,
-            )
+            inner = _wrapped(inner)
     if recursive:
         for name, child in model.named_children():
             setattr(model, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))
@@ -173,8 +214,11 @@ __all__ = [
     "batch_cut",
     "chosen",
     "extract_model_from_parallel",
+    "inside",
+    "is_flattened",
     "is_sharded",
     "parallelizers",
     "refuse_compression",
     "refuse_unserved",
+    "synchronizer_of",
 ]

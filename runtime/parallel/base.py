@@ -33,9 +33,9 @@ def shards_problem(ctx: RunContext) -> str | None:
     return None
 
 
-class Parallelizer(Protocol):
+class Parallelizer:
     """Method of spreading a model over processes. Orders: pipeline 50, tensor 100, context 200, sharding 300,
-    replication 400.
+    replication 400. A new one derives from this class, and says what differs.
 
     Attributes:
         name: the strategy by which it is asked for, and the key of its options.
@@ -47,52 +47,48 @@ class Parallelizer(Protocol):
             it (in host memory or on the meta device) and must be on the device afterwards, if the request says so.
         serves: dimensions of the topology, beside those of the data, over which it spreads models. A dimension with
             several ranks that none of those applied serves is refused: copies would differ silently, or waste ranks.
+        synchronizes: it brings the gradients of a model together in backward.
     """
 
     name: str
     order: int
-    default: bool
-    needs: tuple[str, ...]
-    conflicts: tuple[str, ...]
-    places_parameters: bool
-    serves: tuple[str, ...]
+    default: bool = False
+    needs: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+    places_parameters: bool = False
+    serves: tuple[str, ...] = ()
+    synchronizes: bool = False
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
-        """Return whether to apply this parallelizer to *model*."""
-        ...
+        """Return whether to apply it to *model*, in a run that calls for it."""
+        return True
 
     def requires(self, ctx: RunContext) -> str | None:
-        """Return the reason why it cannot work in *ctx*, or `None`."""
-        ...
+        """Return the reason why it cannot work in *ctx*, or `None`. Here: an open process group."""
+        return None if ctx.group is not None else "the process group is not open"
+
+    def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
+        """Raise `ContextError`, the same on every rank, if *model* does not go with it; nothing has moved yet."""
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
-        """The transformed model.
+        """The transformed model. One that is wrapped is the attribute ``module`` of its wrapper.
 
         Parameters that others take the place of are found by their names, and optimizers follow them. One that renames
         parameters or joins them says what became of which: `parallel.replacements.replaced`.
         """
-        ...
-
-    def unwrap(self, model: nn.Module) -> nn.Module | None:
-        """The module inside *model* if this parallelizer wrapped it, otherwise `None`."""
-        ...
+        raise NotImplementedError
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any] | None:
         """A context in which backward does not synchronise gradients; `None` for models that are not its own."""
-        ...
+        return None
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any] | None:
         """A context whose backward synchronises although forward ran without; `None` for models not its own."""
-        ...
+        return None
 
-
-@runtime_checkable
-class ChecksModels(Protocol):
-    """Parallelizer that refuses some models, before anything is moved or allocated."""
-
-    def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
-        """Raise `ContextError`, the same on every rank, where it cannot be applied to *model*."""
-        ...
+    def batch_cut(self, ctx: RunContext, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+        """Return what makes this rank's part of a batch; `None` where loaders yield whole ones."""
+        return None
 
 
 @runtime_checkable
@@ -105,13 +101,4 @@ class ChecksGradients(Protocol):
         Raises:
             ContextError: they are wrong, the same on every rank.
         """
-        ...
-
-
-@runtime_checkable
-class CutsBatches(Protocol):
-    """Parallelizer whose ranks compute parts of one batch, which their loaders yield."""
-
-    def batch_cut(self, ctx: RunContext, options: Mapping[str, Any]) -> Callable[[Any], Any] | None:
-        """Return what makes this rank's part of a batch; `None` where loaders yield whole ones."""
         ...

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from orc.runtime.core.model_handlers import DDPCommunicationHookType as Kind
+from orc.runtime.core.handlers import DDPCommunicationHookType as Kind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn.parallel import DistributedDataParallel
 
-    from orc.runtime.core.model_handlers import DistributedDataParallelKwargs
+    from orc.runtime.core.handlers import DistributedDataParallelKwargs
 
 Hook = Callable[[Any, Any], Any]
 

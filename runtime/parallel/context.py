@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from orc.runtime.core.errors import ContextError
-from orc.runtime.parallel.base import Request
+from orc.runtime.parallel.base import Parallelizer, Request
 from orc.runtime.parallel.models_in_pieces import check_model, watch_model
 from orc.runtime.parallel.pieces import Piece
 from orc.runtime.parallel.ring import missing, ring
@@ -23,15 +22,12 @@ if TYPE_CHECKING:
 _KIND = "context parallelism"
 
 
-class ContextParallel:
+class ContextParallel(Parallelizer):
     """Models whose sequences `context_parallel` cuts. Parameters stay; they are averaged like those of replicas."""
 
     name = "context"
     order = 200
-    default = False
-    needs: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ("fsdp1", "xla")
-    places_parameters = False
+    conflicts: tuple[str, ...] = ("xla",)
     serves: tuple[str, ...] = ("cp",)
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
@@ -51,18 +47,6 @@ class ContextParallel:
         watch_model(model)
         model.register_forward_hook(_expect_backward)
         return model
-
-    def unwrap(self, model: nn.Module) -> nn.Module | None:
-        """It wraps nothing."""
-        return None
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any] | None:
-        """Left to what averages the gradients."""
-        return None
-
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any] | None:
-        """Left to what averages the gradients."""
-        return None
 
 
 def _expect_backward(model: nn.Module, args: Any, output: Any) -> None:

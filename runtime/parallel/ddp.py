@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from orc.runtime.core.model_handlers import DistributedDataParallelKwargs
-from orc.runtime.parallel.base import Request
+from orc.runtime.core.handlers import DistributedDataParallelKwargs
+from orc.runtime.parallel.base import Parallelizer, Request
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,16 +34,13 @@ class NoSync:
         self._model.require_backward_grad_sync = self._previous
 
 
-class DDP:
+class DDP(Parallelizer):
     """`torch.nn.parallel.DistributedDataParallel`."""
 
     name = "ddp"
     order = 400
     default = True
-    needs: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ()
-    places_parameters = False
-    serves: tuple[str, ...] = ()
+    synchronizes = True
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """With several processes, for a model that is trained and has something to train."""
@@ -55,10 +52,6 @@ class DDP:
             and not isinstance(model, DistributedDataParallel)
             and any(parameter.requires_grad for parameter in model.parameters())
         )
-
-    def requires(self, ctx: RunContext) -> str | None:
-        """An open process group."""
-        return None if ctx.group is not None else "the process group is not open"
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Wrap *model*."""
@@ -77,10 +70,6 @@ class DDP:
 
             compress_gradients(wrapped, group, options)
         return wrapped
-
-    def unwrap(self, model: nn.Module) -> nn.Module | None:
-        """The module inside DDP, or inside torch's older form of it within one process."""
-        return model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else None
 
     def no_sync(self, model: nn.Module) -> NoSync | None:
         """Accumulate locally. Must cover forward too: that is where DDP decides."""

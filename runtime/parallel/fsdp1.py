@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from orc.runtime.core.errors import ContextError
-from orc.runtime.parallel.fsdp import FullySharded, is_instance
+from orc.runtime.parallel import sharding
 from orc.runtime.parallel.replacements import named_parameters, note_shards, replaced
 
 if TYPE_CHECKING:
@@ -21,25 +21,23 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.context import RunContext
     from orc.runtime.parallel.base import Request
+    from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin
 
 _CHECKPOINTED = "_checkpoint_wrapped_module."  # in names of modules
 
 
-class FSDP1(FullySharded):
+class FSDP1(sharding.FullySharded):
     """`FullyShardedDataParallel` around every unit of the model and around the model itself."""
 
     name = "fsdp1"
-    version = 1
+    conflicts = (*sharding.FullySharded.conflicts, "pp", "tensor", "context", "sequence")
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Wrap *model*."""
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
         from torch.distributed.fsdp.wrap import CustomPolicy
 
-        from orc.runtime.parallel import sharding
-
-        plugin = self.plugin(request)
-        assert plugin is not None
+        plugin: FullyShardedDataParallelPlugin = request.options["fsdp"]
         ignored = sharding.ignored_modules(model, plugin)
         missing = sharding.agree_on_values(model, ctx, plugin)
         trained = sharding.Trained(model, request.mixed_precision)
@@ -77,19 +75,13 @@ class FSDP1(FullySharded):
             note_shards(_managed(wrapped, ignored), ctx.topology.group("dp_shard"))
         return wrapped
 
-    def unwrap(self, model: nn.Module) -> nn.Module | None:
-        """The module inside the outermost wrapper."""
-        return cast("nn.Module", model.module) if is_instance(model, "FullyShardedDataParallel") else None
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any] | None:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Accumulate whole gradients on each rank; nothing travels."""
-        if not is_instance(model, "FullyShardedDataParallel"):
-            return None
         return cast("FullyShardedDataParallel", model).no_sync()
 
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any] | None:
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Let the next backward reduce what has been accumulated."""
-        return _sync_in_backward(model) if is_instance(model, "FullyShardedDataParallel") else None
+        return _sync_in_backward(model)
 
 
 def _strategy(asked: ShardingStrategy, mesh: DeviceMesh | None) -> ShardingStrategy:

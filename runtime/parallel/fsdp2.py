@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.topology import LOSS_DIMENSIONS
+from orc.runtime.parallel import inside, sharding
 from orc.runtime.parallel.base import Request, shards_problem
-from orc.runtime.parallel.fsdp import FullySharded, inside, is_instance
 from orc.runtime.parallel.shards import spread_over
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from orc.runtime.core.context import RunContext
+    from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin
 
 
 class _Synchronised:
@@ -32,11 +33,10 @@ class _Synchronised:
         self._model.set_requires_gradient_sync(True)
 
 
-class FSDP2(FullySharded):
+class FSDP2(sharding.FullySharded):
     """``fully_shard`` on every unit of the model, inner ones first, and on the model itself."""
 
     name = "fsdp2"
-    version = 2
 
     def requires(self, ctx: RunContext) -> str | None:
         """An open process group that gathers shards of the device."""
@@ -50,10 +50,7 @@ class FSDP2(FullySharded):
     def _shard(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        from orc.runtime.parallel import sharding
-
-        plugin = self.plugin(request)
-        assert plugin is not None
+        plugin: FullyShardedDataParallelPlugin = request.options["fsdp"]
         ignored = sharding.ignored_modules(model, plugin)
         missing = sharding.agree_on_values(model, ctx, plugin)
         trained = sharding.Trained(model, request.mixed_precision)
@@ -91,17 +88,19 @@ class FSDP2(FullySharded):
         if plugin.forward_prefetch:
             _prefetch(model, chosen)
 
-    def unwrap(self, model: nn.Module) -> None:
-        """It wraps nothing: the model is sharded in place."""
-        return
-
     def no_sync(self, model: nn.Module) -> _Synchronised | None:
         """Accumulate whole gradients on each rank; nothing travels."""
-        return _Synchronised(model, inside=False) if is_instance(model, "FSDPModule") else None
+        return _Synchronised(model, inside=False) if _is_sharded(model) else None
 
     def sync_in_backward(self, model: nn.Module) -> _Synchronised | None:
         """Let the next backward reduce what has been accumulated."""
-        return _Synchronised(model, inside=True) if is_instance(model, "FSDPModule") else None
+        return _Synchronised(model, inside=True) if _is_sharded(model) else None
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
 
 
 def _prefetch(model: nn.Module, chosen: list[Any]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.config import ConfigError
-from orc.runtime.parallel.base import Request
+from orc.runtime.parallel.base import Parallelizer, Request
 from orc.runtime.parallel.pipeline_config import PipelineParallelConfig
 
 if TYPE_CHECKING:
@@ -16,21 +15,18 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
 
-class PipelineParallel:
+class PipelineParallel(Parallelizer):
     """Stages over the dimension ``pp`` of the topology; a model that computes its loss by itself where it is 1."""
 
     name = "pp"
     order = 50
-    default = False
     serves: tuple[str, ...] = ("pp",)
-    needs: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ("fsdp1", "xla")
+    conflicts: tuple[str, ...] = ("xla",)
     places_parameters = True
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
-        """With several stages, or options for them, for a model that is trained."""
-        asked = ctx.topology.size("pp") > 1 or request.options.get("pp") is not None
-        return asked and not request.evaluation and next(model.parameters(), None) is not None
+        """For a model that is trained."""
+        return not request.evaluation and next(model.parameters(), None) is not None
 
     def requires(self, ctx: RunContext) -> str | None:
         """No other way to share the work of one batch, and nothing that scales losses."""
@@ -73,19 +69,6 @@ class PipelineParallel:
         if request.placement and request.options.get("fsdp") is None:  # which places the parameters in pieces
             model = move(model, ctx.device)
         return PipelineModel(model, config, None)
-
-    def unwrap(self, model: nn.Module) -> nn.Module | None:
-        """The module with the parameters of this process."""
-        module = sys.modules.get("orc.runtime.parallel.pipeline_model")  # where it is not loaded there are none
-        return model.module if module is not None and isinstance(model, module.PipelineModel) else None
-
-    def no_sync(self, model: nn.Module) -> None:
-        """Nothing of its own: gradients are those of this process's stages."""
-        return
-
-    def sync_in_backward(self, model: nn.Module) -> None:
-        """Nothing of its own."""
-        return
 
 
 PARALLELIZER = PipelineParallel()

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from orc.runtime.core.model_handlers import DistributedDataParallelKwargs
+from orc.runtime.core.handlers import DistributedDataParallelKwargs
 from orc.runtime.parallel import sharding
+from orc.runtime.parallel.base import Parallelizer, Request
 from orc.runtime.parallel.shards import local_part
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from orc.runtime.core.context import RunContext
-    from orc.runtime.parallel.base import Request
 
 
 class Averaging:
@@ -107,30 +107,22 @@ class _Synchronised:
 _averaged: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
 
 
-class Replicas:
+class Replicas(Parallelizer):
     """Averaged gradients of models that are cut along ``tp``, and copied along the dimensions of losses."""
 
     name = "replicas"
     order = 400
     default = True
-    needs: tuple[str, ...] = ()
+    synchronizes = True
     conflicts: tuple[str, ...] = ("fsdp2",)
-    places_parameters = False
-    serves: tuple[str, ...] = ()
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """With several copies of a model that is cut and trained."""
-        topology = ctx.topology
         return (
-            topology.loss_size > 1
-            and topology.size("tp") > 1
+            ctx.topology.loss_size > 1
             and not request.evaluation
             and any(parameter.requires_grad for parameter in model.parameters())
         )
-
-    def requires(self, ctx: RunContext) -> str | None:
-        """An open process group."""
-        return None if ctx.group is not None else "the process group is not open"
 
     def apply(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Give all copies the values of the first, and let backward average their gradients."""
@@ -141,10 +133,6 @@ class Replicas:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         _averaged[model] = Averaging(trained, group, options.bucket_cap_mb * 2**20)
         return model
-
-    def unwrap(self, model: nn.Module) -> None:
-        """It wraps nothing."""
-        return
 
     def no_sync(self, model: nn.Module) -> _Synchronised | None:
         """Accumulate locally."""

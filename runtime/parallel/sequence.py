@@ -9,7 +9,6 @@ Source: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509, section 3.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from orc.runtime.core.errors import ContextError
-from orc.runtime.parallel.base import Request
+from orc.runtime.parallel.base import Parallelizer, Request
 from orc.runtime.parallel.models_in_pieces import check_model, watch_model
 from orc.runtime.parallel.pieces import Attend, Piece, repeated
 from orc.runtime.parallel.sequence_batches import SequenceCut, WholeSequences
@@ -34,24 +33,17 @@ _TORCH = functional.scaled_dot_product_attention
 padded: WeakSet[RunContext] = WeakSet()  # runs whose batches have padding, which only causal attention leaves out
 
 
-class SequenceParallel:
+class SequenceParallel(Parallelizer):
     """Models that compute a piece of every sequence that their loaders yield. Parameters stay, as those of replicas."""
 
     name = "sequence"
     order = 200
-    default = False
-    needs: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ("fsdp1", "xla")
-    places_parameters = False
+    conflicts: tuple[str, ...] = ("xla",)
     serves: tuple[str, ...] = ("sp",)
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """Return whether there are several processes along ``sp``."""
         return ctx.topology.size("sp") > 1
-
-    def requires(self, ctx: RunContext) -> str | None:
-        """Return `None`: it needs nothing else."""
-        return None
 
     def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
         """Refuse what this back end does not compute, and heads that cannot be shared out."""
@@ -77,18 +69,6 @@ class SequenceParallel:
         assert group is not None
         _Region(ctx, group, _by_heads(group, ranks)).watch(model)
         return model
-
-    def unwrap(self, model: nn.Module) -> nn.Module | None:
-        """It wraps nothing."""
-        return None
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any] | None:
-        """Left to what averages the gradients."""
-        return None
-
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any] | None:
-        """Left to what averages the gradients."""
-        return None
 
     def batch_cut(self, ctx: RunContext, options: Mapping[str, Any]) -> SequenceCut | None:
         """Return what cuts the batches of loaders to this rank's piece; `None` with one process along ``sp``."""

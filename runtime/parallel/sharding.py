@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.core.topology import LOSS_DIMENSIONS
+from orc.runtime.parallel.base import Parallelizer, Request
 from orc.runtime.parallel.materialize import Missing, agree_on_model, initialize
 from orc.runtime.parallel.shards import local_part
 from orc.runtime.parallel.wrap_policy import units
@@ -28,6 +29,25 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.context import RunContext
     from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin
+
+
+class FullySharded(Parallelizer):
+    """Parallelizer of sharded data parallelism of one version."""
+
+    order = 300
+    conflicts: tuple[str, ...] = ("ddp", "xla")
+    places_parameters = True
+    synchronizes = True
+
+    def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
+        """For a model that has parameters and is not for evaluation only."""
+        return not request.evaluation and next(model.parameters(), None) is not None
+
+    def requires(self, ctx: RunContext) -> str | None:
+        """An open process group of the device; none with one process."""
+        if not ctx.compute.device_in_group:
+            return "the process group does not reach the tensors of this device"
+        return super().requires(ctx) if ctx.distributed else None
 
 
 def data_mesh(ctx: RunContext) -> DeviceMesh:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from orc.runtime.core.errors import ContextError
-from orc.runtime.parallel.base import Request, shards_problem
+from orc.runtime.parallel.base import Parallelizer, Request, shards_problem
 from orc.runtime.parallel.materialize import Missing, agree_on_model, initialize
 from orc.runtime.parallel.tensor_plan import cut_dimension, plan_of, styles_of
 
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from orc.runtime.parallel.sharding import Trained
 
 
-class TensorParallel:
+class TensorParallel(Parallelizer):
     """``torch.distributed.tensor.parallel.parallelize_module`` by the plan of the script or of the model."""
 
     name = "tensor"
     order = 100
-    default = False
-    needs: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ("ddp", "fsdp1", "xla")
+    conflicts: tuple[str, ...] = ("ddp", "xla")
     places_parameters = True
     serves: tuple[str, ...] = ("tp",)
 
@@ -44,7 +42,7 @@ class TensorParallel:
 
     def requires(self, ctx: RunContext) -> str | None:
         """An open process group of the device."""
-        return shards_problem(ctx) or ("the process group is not open" if ctx.group is None else None)
+        return shards_problem(ctx) or super().requires(ctx)
 
     def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
         """Raise for a model that its plan cannot cut, and for options that the device does not have."""
@@ -100,18 +98,6 @@ class TensorParallel:
         from orc.runtime.parallel.tensor_gradients import refuse_partial
 
         return refuse_partial(model, ctx)
-
-    def unwrap(self, model: nn.Module) -> None:
-        """It wraps nothing: the model is cut in place."""
-        return
-
-    def no_sync(self, model: nn.Module) -> None:
-        """Exchanges between its ranks are part of forward and backward."""
-        return
-
-    def sync_in_backward(self, model: nn.Module) -> None:
-        """Nothing is left to exchange."""
-        return
 
 
 def _handler(request: Request) -> TorchTensorParallelConfig | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from orc.runtime.launch.xla import Xla
-from orc.runtime.parallel.base import Request
+from orc.runtime.parallel.base import Parallelizer, Request
 
 if TYPE_CHECKING:
     from torch import nn
@@ -13,22 +13,17 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
 
-class XlaReplicas:
+class XlaReplicas(Parallelizer):
     """The same parameters on all processes. The model is not wrapped: there is nothing to do in its backward."""
 
     name = "xla"
     order = 400
     default = True
-    needs: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ()
-    places_parameters = False
-    serves: tuple[str, ...] = ()
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """With several processes over torch_xla, for a model that is trained."""
         return (
-            isinstance(ctx.compute, Xla)
-            and ctx.distributed
+            ctx.distributed
             and not request.evaluation
             and request.strategy in ("auto", "ddp")
             and any(parameter.requires_grad for parameter in model.parameters())
@@ -43,18 +38,6 @@ class XlaReplicas:
         if isinstance(ctx.compute, Xla):
             ctx.compute.broadcast_parameters(model)
         return model
-
-    def unwrap(self, model: nn.Module) -> None:
-        """It wraps nothing."""
-        return
-
-    def no_sync(self, model: nn.Module) -> None:
-        """Gradients are local until the optimizer steps in any case."""
-        return
-
-    def sync_in_backward(self, model: nn.Module) -> None:
-        """The optimizer's step averages."""
-        return
 
 
 PARALLELIZER = XlaReplicas()

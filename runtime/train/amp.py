@@ -9,7 +9,7 @@ import torch
 
 from orc.runtime.core.context import current_context
 from orc.runtime.core.enums import DistributedType
-from orc.runtime.core.model_handlers import AutocastKwargs
+from orc.runtime.core.handlers import AutocastKwargs
 from orc.runtime.parallel import precision
 
 

@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from typing import Self  # newer than the oldest Python of a rank
 
-    from orc.runtime.core.context import GradientRecord
+    from orc.runtime.core.accumulation import GradientRecord
     from orc.runtime.train.engine import Engine
 
 

@@ -12,7 +12,7 @@ from orc.runtime.engine.deepspeed.config import AUTO
 from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
 
 if TYPE_CHECKING:
-    from orc.runtime.core.context import GradientRecord
+    from orc.runtime.core.accumulation import GradientRecord
 
 
 @dataclass

@@ -13,7 +13,7 @@ from orc.runtime.train.scheduler import AcceleratedScheduler
 if TYPE_CHECKING:
     import torch
 
-    from orc.runtime.core.context import GradientRecord
+    from orc.runtime.core.accumulation import GradientRecord
     from orc.runtime.train.engine import Engine
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from orc.runtime.core.megatron_keys import KEYS, check_value, conflict, from_environment
 
 if TYPE_CHECKING:
-    from orc.runtime.core.context import GradientRecord
+    from orc.runtime.core.accumulation import GradientRecord
 
 # Documented settings that nothing here follows: refused by name, with what to do instead.
 _UNSERVED = {

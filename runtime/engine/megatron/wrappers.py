@@ -9,7 +9,7 @@ from orc.runtime.train.optimizer import AcceleratedOptimizer
 from orc.runtime.train.scheduler import AcceleratedScheduler
 
 if TYPE_CHECKING:
-    from orc.runtime.core.context import GradientRecord
+    from orc.runtime.core.accumulation import GradientRecord
     from orc.runtime.engine.megatron.optimizer import MegatronOptimizer
     from orc.runtime.train.engine import Engine
 

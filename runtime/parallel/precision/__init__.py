@@ -18,8 +18,7 @@ from orc.runtime.parallel.precision.base import Precision
 if TYPE_CHECKING:
     import torch
 
-    from orc.runtime.core.handlers import GradScalerKwargs, KwargsHandler
-    from orc.runtime.core.model_handlers import AutocastKwargs
+    from orc.runtime.core.handlers import AutocastKwargs, GradScalerKwargs, KwargsHandler
 
 
 def precision_for(name: str, recipe: KwargsHandler | None = None) -> Precision:

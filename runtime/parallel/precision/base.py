@@ -11,8 +11,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
-    from orc.runtime.core.handlers import GradScalerKwargs, KwargsHandler
-    from orc.runtime.core.model_handlers import AutocastKwargs
+    from orc.runtime.core.handlers import AutocastKwargs, GradScalerKwargs, KwargsHandler
     from orc.runtime.parallel.base import Request
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from orc.runtime.collectives.tree import convert_to_fp32, recursively_apply
 
 if TYPE_CHECKING:
-    from orc.runtime.core.model_handlers import AutocastKwargs
+    from orc.runtime.core.handlers import AutocastKwargs
 
 
 class Autocasting(Protocol):

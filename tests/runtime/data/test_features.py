@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from orc.runtime.core.context import GradientRecord, RunContext
+from orc.runtime.core.accumulation import GradientRecord
+from orc.runtime.core.context import RunContext
 from orc.runtime.data import (
     BatchSamplerShard,
     DataLoaderAdapter,

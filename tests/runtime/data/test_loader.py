@@ -16,7 +16,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from orc.runtime.core.context import GradientRecord, RunContext
+from orc.runtime.core.accumulation import GradientRecord
+from orc.runtime.core.context import RunContext
 from orc.runtime.data.loader import DataLoaderShard
 from orc.runtime.data.plan import PositionError
 from orc.runtime.data.prepare import prepare_data_loader, skip_first_batches

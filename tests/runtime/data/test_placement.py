@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader
 
 from orc.runtime import Accelerator
 from orc.runtime.collectives import send_to_device
-from orc.runtime.core.context import GradientRecord, RunContext, current_context
+from orc.runtime.core.accumulation import GradientRecord
+from orc.runtime.core.context import RunContext, current_context
 from orc.runtime.data import prepare_data_loader
 from orc.runtime.launch.environment import detect
 

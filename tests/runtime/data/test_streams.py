@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from orc.runtime import Accelerator, DataLoaderConfiguration
-from orc.runtime.core.context import GradientRecord, RunContext, current_context
+from orc.runtime.core.accumulation import GradientRecord
+from orc.runtime.core.context import RunContext, current_context
 from orc.runtime.data import IterableDatasetShard, prepare_data_loader, skip_first_batches
 from orc.runtime.launch.environment import detect
 

@@ -53,27 +53,19 @@ def optimizer_of(*rows):
 @pytest.mark.parametrize("context", ["no_sync", "sync_in_backward"])
 def test_the_parallelizer_that_synchronizes_a_model_is_looked_for_when_it_is_prepared(monkeypatch, context, compiled):
     model = torch.nn.Linear(1, 1)
-    asked, answer = [], contextlib.nullcontext()
-
-    def parallelizer(result):
-        return SimpleNamespace(
-            **dict.fromkeys(("no_sync", "sync_in_backward"), lambda one: asked.append(one) or result)
-        )
-
+    looked_for, asked, answer = [], [], contextlib.nullcontext()
+    synchronizer = SimpleNamespace(**{context: lambda model: asked.append(model) or answer})
+    monkeypatch.setattr(records, "synchronizer_of", lambda model: looked_for.append(model) or synchronizer)
     shown = torch.nn.Module()
     if compiled:
         shown.add_module("_orig_mod", model)
     else:
         shown = model
     engine = NativeEngine(current_context())
-    monkeypatch.setattr(
-        records, "parallelizers", lambda: [parallelizer(None), parallelizer(answer), parallelizer(None)]
-    )
     engine.prepared.add_model(records.described(shown))
-    assert asked == [model, model], "the first that knows it"
-    monkeypatch.setattr(records, "parallelizers", lambda: [parallelizer(None)])
+    monkeypatch.setattr(records, "synchronizer_of", lambda model: None)
     assert getattr(engine, context)(shown) is answer
-    assert asked == [model, model, model]
+    assert looked_for == asked == [model]
     with getattr(engine, context)(torch.nn.Linear(1, 1)) as nothing:  # of no prepared model
         assert nothing is None
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from orc.runtime.core.errors import ContextError
+from orc.runtime.parallel.base import Parallelizer
 
 
 def sharded_by_the_script(folder):
@@ -99,19 +100,13 @@ def test_an_optimizer_of_parameters_that_are_gone_is_refused_on_every_rank(run_r
     run_ranks(2, an_optimizer_made_too_early)
 
 
-class Replacing:
+class Replacing(Parallelizer):
     """Puts new parameters in the place of those of a model, wherever that is, as one that shards would."""
 
     name = "replacing"
     order = 300
-    default = False
-    needs: tuple[str, ...] = ()
     conflicts = ("ddp",)
     places_parameters = True
-    serves = ()
-
-    def wanted(self, model, ctx, request):
-        return True
 
     def requires(self, ctx):
         return None
@@ -122,11 +117,6 @@ class Replacing:
                 module._parameters[name] = nn.Parameter(torch.ones(parameter.shape, device=ctx.device))
         return model
 
-    def unwrap(self, model):
-        return None
-
-    no_sync = sync_in_backward = unwrap
-
 
 @pytest.fixture
 def among(monkeypatch):
@@ -134,7 +124,7 @@ def among(monkeypatch):
     from orc.runtime import parallel
 
     def put(*those):
-        monkeypatch.setattr(parallel, "parallelizers", lambda: those)
+        monkeypatch.setattr(parallel, "parallelizers", lambda ctx, options: those)
 
     return put
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedules
 
-from orc.runtime.train.schedule_jump import jump
+from orc.runtime.train.scheduler import jump
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 

@@ -22,7 +22,7 @@ from orc.runtime.parallel.replacements import following
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
-    from orc.runtime.core.model_handlers import AutocastKwargs
+    from orc.runtime.core.handlers import AutocastKwargs
     from orc.runtime.parallel.base import Request
 
 
