@@ -120,17 +120,17 @@ class Rank:
         self.config = SimpleNamespace(timeout_s=300.0)
 
 
-def _meet_as_others(ranks: int, port: int, times: int) -> None:
-    """Hold *times* meetings as all ranks but rank 0, each in a thread with a connection of its own."""
+def _hold_as_others(ranks: int, port: int, times: int) -> None:
+    """Hold *times* barriers as all ranks but rank 0, each in a thread with a connection of its own."""
     from orc.runtime.checkpoint.replication.barrier import Barrier
     from orc.runtime.collectives.store_server import RemoteStore
 
-    def meet(rank: int) -> None:
+    def hold(rank: int) -> None:
         barrier = Barrier(Rank(rank, ranks, RemoteStore("127.0.0.1", port, KEY)))
         for _ in range(times):
             barrier.hold("agree", [None, rank], len)
 
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(1, ranks)]
+    threads = [threading.Thread(target=hold, args=(rank,)) for rank in range(1, ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -156,7 +156,7 @@ def agreement(sizes: tuple[int, ...] = (32, 128, 512), times: int = 5) -> list[R
 
         server._answer = counted  # type: ignore[method-assign]
         others = multiprocessing.get_context("fork").Process(
-            target=_meet_as_others, args=(ranks, server.port, times + 1)
+            target=_hold_as_others, args=(ranks, server.port, times + 1)
         )
         others.start()
         barrier = Barrier(Rank(0, ranks, store))
@@ -232,7 +232,7 @@ def _processor_s(pid: int) -> float:
 
 
 def agents(sizes: tuple[int, ...] = (128, 512, 1000), watched_s: float = 20.0) -> list[Row]:
-    """Node 0 as it is, and the others as connections of this process: they meet, live for a while, and one dies."""
+    """Node 0 as it is, and the others as connections of this process: they join, live for a while, and one dies."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launchers"))
     from agent.conftest import Attempt, Linked, attempt
     from agent.test_link_protocol import IDLE, Many
@@ -260,7 +260,7 @@ def agents(sizes: tuple[int, ...] = (128, 512, 1000), watched_s: float = 20.0) -
             try:
                 many.until_all_have("rendezvous-r0.json", 120)
                 job.until_log("ready")
-                met = time.perf_counter() - began
+                joined = time.perf_counter() - began
                 pids = first.lease(0)["pid"], first.process_of_link(0)
                 spent, until_s = [_processor_s(pid) for pid in pids], time.monotonic() + watched_s
                 next_beat = time.monotonic()
@@ -284,7 +284,7 @@ def agents(sizes: tuple[int, ...] = (128, 512, 1000), watched_s: float = 20.0) -
                     os.kill(first.lease(0)["pid"], signal.SIGKILL)
                 making.close()
         name = f"{nodes} agents"
-        rows.append(Row(f"{name}: start to rendezvous", "", met, None, "s", None, 30, "ours"))
+        rows.append(Row(f"{name}: start to rendezvous", "", joined, None, "s", None, 30, "ours"))
         rows.append(Row(f"{name}: agent of node 0, share of a core", "", 100 * spent[0], None, "%", None, None))
         rows.append(Row(f"{name}: its link, share of a core", "", 100 * spent[1], None, "%", None, None))
         rows.append(Row(f"{name}: from the end of one to the stop of all", "", stopped, None, "s", None, 36, "ours"))
