@@ -302,12 +302,12 @@ def _write_shards(barrier: Barrier, target: Path, state: dict[str, Any]) -> None
     _agree(barrier, f"saving {name} (preparing)", prepare)
     plans = ShardPlans(barrier)
     plans.agree({name: state}, None)
-    lengths: list[dict[str, list[int]]] = []
+    lengths: list[dict[str, str]] = []
 
     def verdict(bids: list[Any]) -> None:
         agree_on_no_error([error for error, _ in bids])
         lengths.extend(written for _, written in bids)
 
     error = attempt(put)[1]
-    barrier.hold(f"saving {name} (writing)", [error, plans.lengths], verdict)
+    barrier.hold(f"saving {name} (writing)", [error, plans.report()], verdict)
     _agree(barrier, f"saving {name}", finish)

@@ -170,7 +170,7 @@ def write(
     else:
         tasks = content
         error = attempt(lambda: records.update(_write(destination, tasks, writers)))[1]
-    lengths: list[dict[str, list[int]]] = []
+    lengths: list[dict[str, str]] = []
     if error is None:
         destination.hand_over()
 
@@ -186,7 +186,7 @@ def write(
             "error": error,
             "site": sites.mine,
             "files": {n: asdict(r) for n, r in records.items()},
-            **({} if shards is None else {"lengths": shards.lengths}),
+            **({} if shards is None else {"lengths": shards.report()}),
         },
         verdict,
         timeout_s=max(barrier.timeout_s, _COMMIT_PATIENCE_S),

@@ -23,9 +23,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from harness import Row
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
 
 ROUND_TRIP_S = float(os.environ.get("ROUND_TRIP_S", "0.02"))
 
@@ -177,51 +180,52 @@ def agreement(sizes: tuple[int, ...] = (32, 128, 512), times: int = 5) -> list[R
     return rows
 
 
-def _bid(rank: int, ranks: int, tensors: int) -> str:
-    """What *rank* brings to the planning of a model whose tensors are all cut into as many parts as there are ranks."""
+def _plan(rank: int, ranks: int, tensors: int) -> SavePlan:
+    """Of *rank*, for a model whose tensors are all cut into as many parts as there are ranks."""
     from torch import Size, float32
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-
-    from orc.runtime.checkpoint.state.planning import _encoded
 
     offset, whole, kind = Size([4 * rank, 0]), Size([4 * ranks, 64]), TensorProperties(dtype=float32)
     part = TensorWriteData(ChunkStorageMetadata(offset, Size([4, 64])), kind, whole)
     names = [f"layers.{number}.weight" for number in range(tensors)]
     items = [WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=part) for name in names]
-    return json.dumps({"f": _encoded(SavePlan(items, planner_data={name: ("model", name) for name in names}))})
+    return SavePlan(items, planner_data={name: ("model", name) for name in names})
 
 
-def sharded_plans(sizes: tuple[int, ...] = (32, 64, 128), tensors: int = 2000) -> list[Row]:
-    """What rank 0 does for the plans of a sharded save and its metadata: at the first save, and at later ones.
-
-    1,024 ranks take some gigabytes: ``sharded_plans((1024,))``.
-    """
-    from orc.runtime.checkpoint.state.planning import ShardPlans, _uncollected
+def sharded_plans(sizes: tuple[int, ...] = (64, 256, 1024), tensors: int = 2000) -> list[Row]:
+    """What rank 0 does for the plans of a sharded save and its metadata: at the first save, and at later ones."""
+    from orc.runtime.checkpoint.state.planning import ShardPlans, _boxes, _kinds, _packed
 
     rows = []
     for ranks in sizes:
         plans = ShardPlans(cast(Any, None))
-        brought = [_bid(rank, ranks, tensors) for rank in range(ranks)]
-        written = [json.dumps({"f": [1100] * tensors})] * ranks
+        said = []  # of each rank in turn: where its parts lie, and on rank 0 also what they are
+        for rank in range(ranks):
+            plan = _plan(rank, ranks, tensors)
+            said.append(json.dumps([None if rank else {"f": _kinds(plan)}, {"f": _boxes(plan)}]))
+        written = [json.dumps({"f": _packed([1100] * tensors)})] * ranks
+        digests = [[None, ["0" * 64, f"{rank:064}"], None] for rank in range(ranks)]
+        asked = [json.dumps(each) for each in digests]
         began = time.process_time()
-        with _uncollected():
-            decided = plans._decide([json.loads(bid) for bid in brought])
-            told = [json.dumps(choice) for choice in decided]
-        plans._token = decided[0][0]
-        plans._digests = ["0" * 64] * ranks
-        plans.metadata([json.loads(lengths) for lengths in written])
+        assert plans._compare([json.loads(each) for each in asked]) == [0]
+        decided = plans._decide([json.loads(each) for each in said])
+        told = [json.dumps(choice) for choice in decided]
+        metadata = plans.metadata([json.loads(lengths) for lengths in written])
         first = time.process_time() - began
-        short = json.dumps([None, "0" * 64, plans._token])
+        plans._token = decided[0][0]
+        asked = [json.dumps([*each[:2], plans._token]) for each in digests]
         began = time.process_time()
-        assert plans._as_before([json.loads(short) for _ in range(ranks)])
+        assert plans._compare([json.loads(each) for each in asked]) is None
         plans.metadata([json.loads(lengths) for lengths in written])
         later = time.process_time() - began
         name = f"plans of {ranks} ranks × {tensors} tensors"
-        rows.append(Row(f"{name}: first save, processor time on rank 0", "", first, None, "s", None, None))
+        rows.append(Row(f"{name}: first save, processor time on rank 0", "", first, None, "s", None, 2, "ours"))
         rows.append(Row(f"{name}: later saves, processor time on rank 0", "", later, None, "s", None, 2, "ours"))
         rows.append(Row(f"{name}: largest answer to a rank", "", max(map(len, told)), None, "bytes", None, None))
-        rows.append(Row(f"{name}: what a rank brings again", "", len(short), None, "bytes", None, 200, "ours"))
+        rows.append(Row(f"{name}: what a rank brings first", "", max(map(len, said[1:])), None, "bytes", None, None))
+        rows.append(Row(f"{name}: what a rank brings again", "", len(asked[0]), None, "bytes", None, 200, "ours"))
+        rows.append(Row(f"{name}: metadata", "", len(metadata["f"]) / 2**20, None, "MiB", None, None))
     return rows
 
 

@@ -1,34 +1,31 @@
-"""Plans of a sharded save: which rank writes which part of which tensor, agreed in one barrier.
+"""Plans of a sharded save: which rank writes which part of which tensor, agreed over the store.
 
-torch's planners decide; what they need of each other travels as JSON over the store, so that a rank that fails or does
-not come is an error with its name on all ranks, not a collective that hangs.
+Each rank says what it holds, mostly what all others have as well, and where its parts lie: some bytes for each tensor.
+A rank that fails or does not come is an error with its name on all ranks, not a collective that hangs.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import gc
+import base64
 import hashlib
 import io
 import json
+import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
-from orc.runtime.checkpoint.state.shard_files import metadata_bytes, with_lengths
+from orc.runtime.checkpoint.state.shard_metadata import ALIGNMENT, Array, Parts, flat, metadata_bytes
 
 _SMALL = 64 * 1024  # bytes; what many ranks hold alike and is no larger, the first of them writes
 
@@ -50,10 +47,8 @@ class ShardPlans:
         self._token: str | None = None  # of the decision that this rank knows
         self._chosen: dict[str, list[int] | None] = {}
         # On rank 0:
-        self._digests: list[str] = []
-        self._items: dict[str, list[list[WriteItem]]] = {}  # of all ranks, until there is a content
-        self._metadata: dict[str, Metadata] = {}
-        self._contents: dict[str, tuple[list[list[int]], bytes]] = {}  # lengths, and the ``.metadata`` of them
+        self._digests: list[list[str]] = []
+        self._layouts: dict[str, ShardLayout] = {}
 
     def agree(self, states: Mapping[str, dict[str, Any]], error: str | None) -> None:
         """Decide who writes what of *states* (by folder); every rank comes, with its *error* if it has one.
@@ -72,12 +67,14 @@ class ShardPlans:
                     plans[folder] = planners[folder].create_local_plan()
             except Exception as failure:  # noqa: BLE001 - raised on every rank by the barrier
                 error = f"{type(failure).__name__}: {failure}"
-        bid = {folder: _encoded(plan) for folder, plan in plans.items()} if error is None else {}
-        digest = hashlib.sha256(json.dumps(bid, sort_keys=True).encode()).hexdigest()
-        if not self._barrier.hold("save_state (planning)", [error, digest, self._token], self._as_before):
+        what = {folder: _kinds(plan) for folder, plan in plans.items()}
+        where = {folder: _boxes(plan) for folder, plan in plans.items()}
+        digests = [hashlib.sha256(json.dumps(bid, sort_keys=True).encode()).hexdigest() for bid in (what, where)]
+        asked = self._barrier.hold("save_state (planning)", [error, digests, self._token], self._compare)
+        if asked is not None:
+            bid = [what if self._barrier.rank in asked else None, where]
             self._token = None
-            with _uncollected():
-                self._token, self._chosen = self._barrier.hold("save_state (planning)", bid, self._decide, each=True)
+            self._token, self._chosen = self._barrier.hold("save_state (planning)", bid, self._decide, each=True)
         for folder, planner in planners.items():
             items = plans[folder].items
             if (positions := self._chosen[folder]) is not None:
@@ -85,83 +82,170 @@ class ShardPlans:
             self.values[folder] = [_value(planner, item) for item in items]
             self.lengths[folder] = []
 
-    def metadata(self, lengths: Sequence[Mapping[str, list[int]]]) -> dict[str, bytes]:
-        """Return the content of each folder's ``.metadata``, on rank 0, from the *lengths* of all ranks."""
-        with _uncollected():
-            for folder in self._items.keys() | self._contents.keys():
-                written = [one[folder] for one in lengths]
-                if folder in self._items:
-                    content = metadata_bytes(folder, self._metadata[folder], self._items[folder], written)
-                    del self._metadata[folder], self._items[folder]
-                elif self._contents[folder][0] != written:
-                    content = with_lengths(self._contents[folder][1], folder, written)
-                else:
-                    continue
-                self._contents[folder] = written, content
-        return {folder: content for folder, (_, content) in self._contents.items()}
+    def report(self) -> dict[str, str]:
+        """Return the `lengths`, as `metadata` takes them."""
+        return {folder: _packed(lengths) for folder, lengths in self.lengths.items()}
 
-    def _as_before(self, bids: list[Any]) -> bool:
-        """Return whether all ranks know one decision, and would plan as for that."""
+    def metadata(self, reports: Sequence[Mapping[str, str]]) -> dict[str, bytes]:
+        """Return the content of each folder's ``.metadata``, on rank 0, from the reports of all ranks."""
+        return {
+            folder: each.metadata(folder, [_unpacked(report[folder]) for report in reports])
+            for folder, each in self._layouts.items()
+        }
+
+    def _compare(self, bids: list[Any]) -> list[int] | None:
+        """Return `None` where all ranks know one decision, and would plan as for that.
+
+        Otherwise the first ranks of those that hold the same: they say what.
+        """
         agree_on_no_error([error for error, _, _ in bids])
-        before, self._digests = self._digests, [digest for _, digest, _ in bids]
+        before, self._digests = self._digests, [digests for _, digests, _ in bids]
         if before != self._digests:
             self._token = None
-        return self._token is not None and {token for _, _, token in bids} == {self._token}
+        if self._token is not None and {token for _, _, token in bids} == {self._token}:
+            return None
+        first: dict[str, int] = {}
+        for rank, (what, _) in enumerate(self._digests):
+            first.setdefault(what, rank)
+        return list(first.values())
 
     def _decide(self, bids: list[Any]) -> list[tuple[str, dict[str, list[int] | None]]]:
         """Return for each rank, and each folder, the positions in its own plan of what it writes; `None` for all."""
-        folders = {tuple(sorted(plans)) for plans in bids}
-        if len(folders) > 1:
+        self._layouts = {}  # those of a save that failed count no more
+        known = {digests[0]: what for digests, (what, _) in zip(self._digests, bids, strict=True) if what is not None}
+        held = [known[what] for what, _ in self._digests]
+        if len(folders := {tuple(sorted(what)) for what in known.values()}) > 1:
             raise CheckpointError(f"the ranks have different sharded states to save: {sorted(folders)}")
-        chosen: list[dict[str, list[int] | None]] = [{} for _ in bids]
-        self._items, self._metadata, self._contents = {}, {}, {}  # those of a save that failed count no more
-        for folder in list(bids[0]):
-            known: dict[Any, Any] = {}
-            local = [_decoded(plans.pop(folder), known) for plans in bids]
+        for folder in held[0]:
             try:
-                final, metadata = DefaultSavePlanner().create_global_plan(_small_once(local))
-            except (ValueError, AssertionError) as error:
+                plans = [(what[folder], where[folder]) for what, (_, where) in zip(held, bids, strict=True)]
+                self._layouts[folder] = ShardLayout(plans)
+            except ValueError as error:
                 raise CheckpointError(f"{folder}: the parts of the ranks do not make up one state: {error}") from error
-            for mine, before, plan in zip(chosen, local, final, strict=True):
-                mine[folder] = None
-                if len(plan.items) < len(before.items):
-                    positions = {item.index: position for position, item in enumerate(before.items)}
-                    mine[folder] = [positions[item.index] for item in plan.items]
-            self._items[folder] = [plan.items for plan in final]
-            self._metadata[folder] = metadata
         token = secrets.token_hex(8)
-        return [(token, mine) for mine in chosen]
+        return [
+            (token, {folder: each.chosen[rank] for folder, each in self._layouts.items()}) for rank in range(len(bids))
+        ]
 
 
-def _small_once(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return *plans* in which small parts that several have are those of the first.
+class ShardLayout:
+    """What all ranks write of a folder, on rank 0.
 
-    torch's planner would spread them over the files of all ranks, and who loads would have to open them all.
+    Args:
+        plans: what each rank holds and where, as `_kinds` and `_boxes` say it; what ranks hold alike is one object.
+
+    Attributes:
+        chosen: for each rank the positions in its plan of what it writes; `None` for all.
+
+    Raises:
+        ValueError: the parts do not make up one state.
     """
-    known: set[MetadataIndex] = set()
-    kept = []
-    for plan in plans:
-        items = []
-        for item in plan.items:
-            if (item.tensor_storage_size() or 0) > _SMALL:
-                items.append(item)
-            elif item.index not in known:
-                known.add(item.index)
-                items.append(item)
-        kept.append(dataclasses.replace(plan, items=items))
-    return kept
+
+    def __init__(self, plans: Sequence[tuple[list[Any], str]]) -> None:
+        alike: dict[int, list[int]] = {}
+        for rank, (what, _) in enumerate(plans):
+            alike.setdefault(id(what), []).append(rank)
+        self._paths: dict[str, Any] = {}
+        held: dict[str, list[_Held]] = {}
+        for ranks in alike.values():
+            items, paths = plans[ranks[0]][0]
+            self._paths = {name: tuple(path) for name, path in paths.items()} | self._paths
+            # Rows of numbers, a column for each rank: those of one tensor lie side by side.
+            boxes, row = np.stack([_unpacked(plans[rank][1]) for rank in ranks], axis=1), 0
+            for position, (name, dtype, size) in enumerate(items):
+                width = 2 * len(size)
+                mine = _Held(dtype, tuple(size), np.array(ranks), position, boxes[row : row + width])
+                held.setdefault(name, []).append(mine)
+                row += width
+        load = np.zeros(len(plans), np.int64)
+        cuts: set[Any] = set()
+        self._parts = [_written(name, own, load, cuts) for name, own in held.items()]
+        kept = np.zeros((len(plans), max(len(items) for (items, _), _ in plans)), bool)
+        for parts in self._parts:
+            kept[parts.ranks, parts.positions] = True
+        counts = kept.sum(1)
+        self.chosen: list[list[int] | None] = [
+            None if count == len(items) else np.flatnonzero(own).tolist()
+            for own, count, ((items, _), _) in zip(kept, counts, plans, strict=True)
+        ]
+        numbers = np.cumsum(kept, 1) - 1 + (np.cumsum(counts) - counts)[:, None]  # of all values that are written
+        self._numbers = [numbers[parts.ranks, parts.positions] for parts in self._parts]
+        self._last: tuple[Array, bytes] | None = None
+
+    def metadata(self, folder: str, lengths: Sequence[Array]) -> bytes:
+        """Return the content of ``.metadata``, from the *lengths* of what each rank has written."""
+        every = np.concatenate(lengths)
+        if self._last is None or not np.array_equal(self._last[0], every):
+            rooms = [-(-written // ALIGNMENT) * ALIGNMENT for written in lengths]
+            begins = np.concatenate([np.cumsum(room) - room for room in rooms])
+            stored = [
+                (parts.ranks, begins[numbers], every[numbers])
+                for parts, numbers in zip(self._parts, self._numbers, strict=True)
+            ]
+            files = [layout.shard_file(folder, rank).rpartition("/")[2] for rank in range(len(lengths))]
+            self._last = every, metadata_bytes(self._parts, stored, self._paths, files)
+        return self._last[1]
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from looking through millions of new objects again and again, none of them garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+@dataclass(frozen=True)
+class _Held:
+    """A value at one position in the plans of some ranks, with the box of each in the whole tensor."""
+
+    dtype: str | None
+    size: tuple[int, ...]
+    ranks: Array
+    position: int
+    boxes: Array
+
+
+def _written(name: str, held: Sequence[_Held], load: Array, cuts: set[Any]) -> Parts:
+    """Return the parts of a value, each of one rank: of those that hold it the one with the least *load*.
+
+    The first of them for small tensors: whoever loads would have to open the files of all. *cuts* are those known of
+    which nothing is held twice: most tensors of a model are cut as another one is.
+    """
+    dtype, size = held[0].dtype, held[0].size
+    if any((other.dtype, other.size) != (dtype, size) for other in held):
+        raise ValueError(f"{name} is of several kinds or sizes")
+    ranks = np.concatenate([each.ranks for each in held])
+    positions = np.concatenate([np.full(len(each.ranks), each.position) for each in held])
+    offsets, sizes = np.concatenate([each.boxes for each in held], axis=1).reshape(2, len(size), len(ranks))
+    kind = None if dtype is None else getattr(torch, dtype.removeprefix("torch."))
+    item = kind.itemsize if kind is not None else 0
+    cut = size, ranks.tobytes(), offsets.tobytes(), sizes.tobytes()
+    if cut not in cuts:
+        whole = np.array(size, np.int64)[:, None]
+        if offsets.min(initial=0) < 0 or sizes.min(initial=0) < 0 or (offsets + sizes > whole).any():
+            raise ValueError(f"{name} has parts outside of it")
+        busy = load[ranks] if math.prod(size) * item > _SMALL else np.zeros(len(ranks))
+        places = flat(offsets, size)
+        order = np.lexsort((ranks, busy, places))
+        chosen = np.sort(order[np.append(True, np.diff(places[order]) != 0)])
+        if not _fills(offsets[:, chosen], sizes[:, chosen], size):
+            raise ValueError(f"the parts of {name} overlap, or are not all of it")
+        if len(chosen) == len(ranks):
+            cuts.add(cut)
+        ranks, positions, offsets, sizes = ranks[chosen], positions[chosen], offsets[:, chosen], sizes[:, chosen]
+    np.add.at(load, ranks, sizes.prod(0) * item)
+    return Parts(name, kind, size, ranks, positions, offsets, sizes)
+
+
+def _fills(offsets: Array, sizes: Array, whole: tuple[int, ...]) -> bool:
+    """Return whether boxes are a tensor of the size *whole*, each element of it once.
+
+    They are where the corners of all boxes, with alternating signs, are those of the whole: where the counts of boxes
+    at each element have the same differences in every direction.
+    """
+    corners, signs, stride = np.zeros((1, offsets.shape[1] + 1), np.int64), np.ones((1, offsets.shape[1] + 1)), 1
+    signs[0, -1] = -1  # the whole
+    for length, low, size in zip(whole, offsets, sizes, strict=True):
+        if low.any() or (size != length).any():
+            low, high = np.append(low, 0), np.append(low + size, length)
+            corners = np.vstack([corners + low * stride, corners + high * stride])
+            signs = np.vstack([signs, -signs])
+            stride *= length + 1
+    _, where = np.unique(corners.ravel(), return_inverse=True)
+    return math.prod(whole) == 0 or not np.bincount(where, signs.ravel()).any()
 
 
 def _value(planner: DefaultSavePlanner, item: WriteItem) -> torch.Tensor | bytes:
@@ -169,35 +253,26 @@ def _value(planner: DefaultSavePlanner, item: WriteItem) -> torch.Tensor | bytes
     return value.getvalue() if isinstance(value, io.BytesIO) else value.detach()
 
 
-def _encoded(plan: SavePlan) -> list[Any]:
-    items = []
+def _kinds(plan: SavePlan) -> list[Any]:
+    """Return names, types and sizes of what *plan* saves, and the paths of the names."""
+    items: list[Any] = []
     for item in plan.items:
-        offset = None if item.index.offset is None else list(item.index.offset)
         tensor = item.tensor_data
-        chunk = None
-        if tensor is not None:
-            place = tensor.chunk
-            chunk = [str(tensor.properties.dtype), list(tensor.size), list(place.offsets), list(place.sizes)]
-        items.append([item.type.name, item.index.fqn, offset, item.index.index, chunk])
+        kind = [None, []] if tensor is None else [str(tensor.properties.dtype), list(tensor.size)]
+        items.append([item.index.fqn, *kind])
     return [items, plan.planner_data]
 
 
-def _decoded(encoded: list[Any], known: dict[Any, Any]) -> SavePlan:
-    """Return the plan of one rank; *known* has what those of all ranks have in common once."""
+def _boxes(plan: SavePlan) -> str:
+    """Return where the parts of tensors in *plan* lie: offsets and sizes of one after the other, packed."""
+    chunks = [item.tensor_data.chunk for item in plan.items if item.tensor_data is not None]
+    numbers = [number for chunk in chunks for number in (*chunk.offsets, *chunk.sizes)]
+    return _packed(numbers)
 
-    def once(value: Any) -> Any:
-        return known.setdefault(value, value)
 
-    items = []
-    for kind, name, offset, number, chunk in encoded[0]:
-        name, tensor = once(name), None
-        if chunk is not None:
-            dtype, size, offsets, sizes = chunk
-            if dtype not in known:
-                torch_type = cast(torch.dtype, getattr(torch, dtype.removeprefix("torch.")))
-                known[dtype] = TensorProperties(dtype=torch_type)
-            tensor = TensorWriteData(
-                ChunkStorageMetadata(torch.Size(offsets), once(torch.Size(sizes))), known[dtype], once(torch.Size(size))
-            )
-        items.append(WriteItem(MetadataIndex(name, offset, number), WriteItemType[kind], tensor_data=tensor))
-    return SavePlan(items, planner_data={once(name): once(tuple(path)) for name, path in encoded[1].items()})
+def _packed(numbers: Sequence[int]) -> str:
+    return base64.b64encode(zlib.compress(np.array(numbers, "<i8").tobytes(), 1)).decode()
+
+
+def _unpacked(packed: str) -> Array:
+    return np.frombuffer(zlib.decompress(base64.b64decode(packed)), "<i8")

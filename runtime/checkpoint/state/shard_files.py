@@ -6,30 +6,30 @@ everything else is read as tensors and plain values.
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout, pickled
+from orc.runtime.checkpoint.state.shard_metadata import ALIGNMENT, PLAIN
 from orc.runtime.checkpoint.state.staging import Stage, size_on_gpus
 from orc.runtime.checkpoint.storage.copying import CopyQueue
 from orc.runtime.checkpoint.storage.durable import Hashing
 from orc.runtime.core.names import safe_name
 
-_VERSION = "1.0.0"  # of torch's format
-_ALIGNMENT = 64  # bytes
-_PLAIN = "orc.contiguous"  # says that the elements of each tensor lie in order, at aligned places
 _HEADER = 30  # bytes of a zip file's entry before its name
 _CLASSES = {
     *(
@@ -53,59 +53,17 @@ def write_shards(values: Sequence[torch.Tensor | bytes], lengths: list[int], fil
     """
     stage = Stage(size_on_gpus(values))
     for value in values:
+        file.write(bytes(-file.size % ALIGNMENT))
         begin = file.size
         if isinstance(value, bytes):
             file.write(value)
         else:
-            file.write(bytes(-begin % _ALIGNMENT))
-            begin = file.size
             value = stage.take(value) if value.is_cuda else value
             tensor = value.detach().cpu().contiguous()
             if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
                 tensor = tensor.clone()  # torch.save writes whole storages
             torch.save(tensor, cast(IO[bytes], file))
         lengths.append(file.size - begin)
-
-
-def metadata_bytes(
-    folder: str, metadata: Metadata, items: Sequence[Sequence[WriteItem]], lengths: Sequence[Sequence[int]]
-) -> bytes:
-    """Return the content of ``.metadata``: *items* and their *lengths* in bytes as each rank has written them."""
-    metadata.storage_data = {
-        item.index: place
-        for rank, (written, sizes) in enumerate(zip(items, lengths, strict=True))
-        for item, place in zip(
-            written,
-            _places(folder, rank, [one.type != WriteItemType.BYTE_IO for one in written], sizes),
-            strict=True,
-        )
-    }
-    metadata.storage_meta = StorageMeta(modules=[_PLAIN])
-    metadata.version = _VERSION
-    return pickle.dumps(metadata)
-
-
-def with_lengths(content: bytes, folder: str, lengths: Sequence[Sequence[int]]) -> bytes:
-    """Return the *content* of `metadata_bytes` for other *lengths*."""
-    metadata = _Unpickler(io.BytesIO(content)).load()
-    indices: list[list[MetadataIndex]] = [[] for _ in lengths]
-    ranks = {layout.shard_file(folder, rank).rpartition("/")[2]: rank for rank in range(len(lengths))}
-    for index, place in metadata.storage_data.items():
-        indices[ranks[place.relative_path]].append(index)
-    known = metadata.state_dict_metadata
-    for rank, (written, sizes) in enumerate(zip(indices, lengths, strict=True)):
-        tensors = [isinstance(known[index.fqn], TensorStorageMetadata) for index in written]
-        metadata.storage_data |= dict(zip(written, _places(folder, rank, tensors, sizes), strict=True))
-    return pickle.dumps(metadata)
-
-
-def _places(folder: str, rank: int, tensors: Sequence[bool], sizes: Sequence[int]) -> Iterator[_StorageInfo]:
-    """Return where the values lie that *rank* has written, as `write_shards` does."""
-    name, at = layout.shard_file(folder, rank).rpartition("/")[2], 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        at += -at % _ALIGNMENT if tensor else 0
-        yield _StorageInfo(name, at, size)
-        at += size
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -116,7 +74,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / layout.SHARD_METADATA
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file, _uncollected():
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
             raise ValueError(f"it holds a {type(metadata).__name__}")
@@ -129,6 +87,18 @@ def read_metadata(folder: Path) -> Metadata:
     except Exception as error:  # noqa: BLE001 - what a pickle that is none can raise is anything
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     return metadata
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from looking through millions of new objects again and again, none of them garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
@@ -178,7 +148,7 @@ def read_shards(folder: Path, metadata: Metadata, planner: DefaultLoadPlanner, p
 
 
 def _is_plain(metadata: Metadata) -> bool:
-    return metadata.storage_meta is not None and _PLAIN in metadata.storage_meta.modules
+    return metadata.storage_meta is not None and PLAIN in metadata.storage_meta.modules
 
 
 def _read_in_place(folder: Path, metadata: Metadata, planner: DefaultLoadPlanner, plan: LoadPlan) -> LoadPlan:
