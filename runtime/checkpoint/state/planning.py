@@ -258,7 +258,7 @@ def _kinds(plan: SavePlan) -> list[Any]:
     items: list[Any] = []
     for item in plan.items:
         tensor = item.tensor_data
-        kind = [None, []] if tensor is None else [str(tensor.properties.dtype), list(tensor.size)]
+        kind: list[Any] = [None, []] if tensor is None else [str(tensor.properties.dtype), list(tensor.size)]
         items.append([item.index.fqn, *kind])
     return [items, plan.planner_data]
 

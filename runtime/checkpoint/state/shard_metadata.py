@@ -10,7 +10,7 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 Array: TypeAlias = npt.NDArray[Any]
-T = TypeVar("T", bound="bytes | Array")
 Piece: TypeAlias = bytes | Array  # of a pickle: the same in every row, or a column of numbers
 ALIGNMENT = 64  # bytes; where each value in a file of shards begins
 PLAIN = "orc.contiguous"  # says that the elements of each tensor lie in order, at aligned places
@@ -80,7 +79,9 @@ def metadata_bytes(
         files: by their names.
     """
     pickled = _Pickle()
-    kinds = {parts.dtype: TensorProperties(parts.dtype) for parts in every if parts.dtype is not None}
+    kinds: dict[torch.dtype | None, TensorProperties] = {
+        parts.dtype: TensorProperties(parts.dtype) for parts in every if parts.dtype is not None
+    }
     shapes: dict[tuple[int, ...], torch.Size] = {}
 
     def shape(size: Sequence[int]) -> torch.Size:
@@ -97,7 +98,8 @@ def metadata_bytes(
     names = np.array([pickled.number(name) for name in files])
     rest = [[pickled.get(value)] for value in (dict(paths), StorageMeta(modules=[PLAIN]), _VERSION)]
     number = pickled.number("end")  # of the last object so far
-    tensors, places = [b"}("], [b"}("]
+    tensors: list[Piece] = [b"}("]
+    places: list[Piece] = [b"}("]
     for parts, (name, kind, size), cut, (file, begin, length) in zip(every, heads, cuts, stored, strict=True):
         place = pickled.made(_StorageInfo, [_GET, names[file].astype("<u4")], _integers(begin), _integers(length))
         if parts.dtype is None:
@@ -142,12 +144,14 @@ class _Pickle:
         number = self.number(value)
         return bytes([*b"h", number]) if number < 256 else _GET + number.to_bytes(4, "little")
 
-    def made(self, kind: type, *state: Sequence[T]) -> list[T | bytes]:
+    def made(self, kind: type, *state: Sequence[Piece]) -> list[Piece]:
         """Return the pieces that make an object of that *kind*, with the pieces of its state."""
-        keys = [piece for key, value in zip(_STATE[kind], state, strict=True) for piece in (self.get(key), *value)]
-        return [self.get(kind), b")\x81}(", *keys, b"ub"]
+        made: list[Piece] = [self.get(kind), b")\x81}("]
+        for key, value in zip(_STATE[kind], state, strict=True):
+            made += [self.get(key), *value]
+        return [*made, b"ub"]
 
-    def content(self, made: Sequence[bytes]) -> bytes:
+    def content(self, made: Sequence[Piece]) -> bytes:
         """Return the pickle of the object that is *made*."""
         return b"".join((b"\x80\x03", *self._named, *made, b"."))
 
