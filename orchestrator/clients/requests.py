@@ -20,7 +20,6 @@ class Reply:
 
     json: Any
     content: bytes
-    headers: Mapping[str, str]
 
 
 @dataclass(frozen=True)
