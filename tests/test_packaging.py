@@ -183,7 +183,6 @@ def test_the_base_is_small_and_says_which_extra_is_missing(installed: Path, tmp_
     env = {"HOME": str(tmp_path), "ORC_CLUSTERS": str(tmp_path / "clusters.yaml")}
     for words, extra in (
         (["clusters", "check", "lab"], "ssh"),
-        (["login", "http://127.0.0.1:9"], "client"),
         (["notifications", "test", "webhook:https://hooks.example.org/x"], "client"),
     ):
         command = [installed / "orc", *words]

@@ -2,71 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import random
 import ssl
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.api.call import PREFIX, SLOW_S, Call, P, R
 from orc.orchestrator.clients import logins
+from orc.orchestrator.clients.connections import Connections
 from orc.orchestrator.clients.errors import ServiceUnreachable, error_of
 from orc.orchestrator.views import encode
 
 if TYPE_CHECKING:
-    import httpx
-
-    from orc.orchestrator.api.call import Call, P, R
+    from orc.orchestrator.clients.connections import Response
     from orc.orchestrator.clients.logins import Login
 
 TRIES = 5
 _AGAIN = (502, 503, 504)
 _LONGEST_PAUSE_S = 20.0
-
-
-def options(login: Login) -> dict[str, Any]:
-    """Return the arguments of an httpx client for a service.
-
-    Raises `LaunchError` for a login that is not safe, and where httpx is not installed.
-    """
-    logins.refuse_clear_text(login)
-    try:
-        import httpx
-    except ModuleNotFoundError:
-        raise LaunchError(
-            "a service is reached with httpx, which is not installed here",
-            where=login.url,
-            hint="pip install 'orc-launch[client]'; ORC_SERVICE_URL=local uses the ledger of this machine instead",
-        ) from None
-    headers = {"User-Agent": "orc", "Accept": "application/json"}
-    if login.token:
-        headers["Authorization"] = f"Bearer {login.token}"
-    return {
-        "base_url": login.url,
-        "headers": headers,
-        "verify": _trust(login),
-        "timeout": httpx.Timeout(60.0, connect=10.0),
-        # A redirection would carry the token to wherever it leads; a proxy has no business with this machine.
-        "follow_redirects": False,
-        "trust_env": not logins.is_loopback(login.url),
-    }
-
-
-def _trust(login: Login) -> ssl.SSLContext | bool:
-    if not login.url.startswith("https://"):
-        return True
-    try:
-        # Python's own: the system's certificates, and the variables that OpenSSL knows.
-        return ssl.create_default_context(cafile=login.ca or None)
-    except (OSError, ssl.SSLError) as error:
-        raise LaunchError(
-            f"the file of certificates cannot be read: {error.strerror or error}", where=login.ca
-        ) from None
 
 
 def refuse_clear_secrets(login: Login, request: Request[Any]) -> None:
@@ -83,31 +44,17 @@ def refuse_clear_secrets(login: Login, request: Request[Any]) -> None:
         )
 
 
-def arguments(request: Request[Any]) -> dict[str, Any]:
-    """Return the arguments of httpx for *request*, but its content."""
-    import httpx
-
-    given: dict[str, Any] = {
-        "params": dict(request.params),
-        "headers": dict(request.headers),
-        "timeout": httpx.Timeout(request.timeout_s, connect=10.0),
-    }
-    return given if request.content is not None or request.body is None else {**given, "json": request.body}
-
-
-def answer(response: httpx.Response, request: Request[Answer], url: str) -> Answer:
-    """Return what *response*, whose body was read, answers. Raises `LaunchError` for an error, or what is no answer."""
+def answer(response: Response, request: Request[Answer], url: str) -> Answer:
+    """Return what *response* answers. Raises `LaunchError` for an error, or what is no answer."""
     body: Any = None
-    if "json" in response.headers.get("content-type", ""):
-        try:
-            body = response.json()
-        except ValueError:
-            body = None
-    if not response.is_success and not response.is_redirect:
-        raise error_of(response.status_code, body, path=request.path, url=url)
+    if response.is_json:
+        with suppress(ValueError):
+            body = json.loads(response.content)
+    if not 200 <= response.status < 400:
+        raise error_of(response.status, body, path=request.path, url=url)
     try:
-        if response.is_success:
-            return request.read(Reply(body, response.content, response.headers))
+        if response.status < 300:
+            return request.read(Reply(body, response.content))
     except (KeyError, TypeError, ValueError, AttributeError):
         pass
     raise ServiceUnreachable(
@@ -133,7 +80,7 @@ def unreachable(error: Exception, url: str) -> ServiceUnreachable:
     )  # fmt: skip
 
 
-def pause(attempt: int, response: httpx.Response | None) -> float | None:
+def pause(attempt: int, response: Response | None) -> float | None:
     """Return how long to wait before a request is sent again, for the *attempt*-th time; `None` for an answer to keep.
 
     Answers that say so are waited for, a lost connection is tried again soon.
@@ -141,10 +88,10 @@ def pause(attempt: int, response: httpx.Response | None) -> float | None:
     if attempt >= TRIES:
         return None
     if response is not None:
-        if response.status_code in (429, 503) and (asked_s := _seconds(response.headers)) is not None:
+        if response.status in (429, 503) and (asked_s := _seconds(response.headers)) is not None:
             return min(asked_s, _LONGEST_PAUSE_S)
         # What the service itself has said is its answer; that of a proxy in between is none.
-        if response.status_code not in _AGAIN or "json" in response.headers.get("content-type", ""):
+        if response.status not in _AGAIN or response.is_json:
             return None
     return float(0.1 * 2**attempt) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads clients, hides nothing
 
@@ -160,12 +107,9 @@ class HttpSession:
     """Connection to the service of *login*; *sleep* waits between requests. Raises `LaunchError` for an unsafe one."""
 
     def __init__(self, login: Login, sleep: Callable[[float], None] = time.sleep) -> None:
-        settings = options(login)  # says so where httpx is missing
-        import httpx
-
         self.login, self.sleep = login, sleep
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while an answer is waited for
-        self.http = httpx.Client(**settings)
+        self.connections = Connections(login)
 
     def carry_out(self, call: Call[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return the result of *call*, which the service makes. Raises `LaunchError`."""
@@ -177,17 +121,14 @@ class HttpSession:
             return self._ask(request)
 
     def _ask(self, request: Request[Answer]) -> Answer:
-        import httpx
-
         refuse_clear_secrets(self.login, request)
         attempt = 0
         while True:
             attempt += 1
             response, lost = None, None
             try:
-                content: dict[str, Any] = {} if request.content is None else {"content": request.content()}
-                response = self.http.request(request.method, request.path, **arguments(request), **content)
-            except httpx.TransportError as error:
+                response = self.connections.exchange(request)
+            except (OSError, HTTPException) as error:
                 lost = error
             wait = pause(attempt, response)
             if wait is not None:
@@ -208,7 +149,6 @@ class Reply:
 
     json: Any
     content: bytes
-    headers: Mapping[str, str]
 
 
 @dataclass(frozen=True)

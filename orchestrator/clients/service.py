@@ -74,7 +74,7 @@ class ServiceClient(JobsClient):
 
     def close(self) -> None:
         """Close the connections."""
-        self.session.http.close()
+        self.session.connections.close()
 
     def ask(self, request: Request[Answer]) -> Answer:
         """Return the answer to *request*, sent again when it was lost. Raises `LaunchError`."""

@@ -11,7 +11,7 @@ import pytest
 
 from orc.orchestrator.client import Client
 
-HEAVY = {"torch", "boto3", "google", "paramiko", "fabric", "sqlalchemy", "alembic", "rich", "psutil", "numpy"}
+HEAVY = {"torch", "boto3", "google", "paramiko", "fabric", "sqlalchemy", "alembic", "rich", "psutil", "numpy", "httpx"}
 
 
 @pytest.fixture(autouse=True)

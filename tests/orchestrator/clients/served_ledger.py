@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from orc.orchestrator.api.call import PREFIX
 from orc.orchestrator.client import Client
+from orc.orchestrator.clients.connections import Response
+from orc.orchestrator.clients.http_session import Request
 from orc.orchestrator.clients.service import ServiceClient
 
 
@@ -25,3 +29,16 @@ class Served:
     def client(self, user: str = "grace") -> ServiceClient:
         """A client of the service, as *user*."""
         return ServiceClient(self.url, self.tokens[user])
+
+
+def requests_of(client: ServiceClient) -> list[str]:
+    """The requests that *client* sends from now on, like ``GET /jobs``."""
+    sent: list[str] = []
+    exchange = client.session.connections.exchange
+
+    def noted(request: Request[Any]) -> Response:
+        sent.append(f"{request.method} {request.path.removeprefix(PREFIX)}")
+        return exchange(request)
+
+    client.session.connections.exchange = noted  # type: ignore[method-assign]
+    return sent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from orc.launchers.spec import LoadedJob
 from orc.orchestrator.api.call import CALLS, PREFIX, SAFE_METHODS
 from orc.orchestrator.api.session import Caller
 from orc.orchestrator.api.submissions import Digests, NewMember
+from orc.orchestrator.clients.connections import Response
+from orc.orchestrator.clients.http_session import Request
 from orc.orchestrator.service.api import ROUTERS
 from orc.orchestrator.service.auth import role_of_route
 from orc.orchestrator.views import decode, encode
@@ -46,7 +49,7 @@ def document(served: Served) -> dict[str, Any]:
 
 
 def test_each_call_answers_with_the_keys_of_its_model_and_no_others(
-    served: Served, project: Project, document: dict[str, Any]
+    served: Served, project: Project, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = project("raise SystemExit(1)\n")
     with served.client("ada") as client:
@@ -55,11 +58,17 @@ def test_each_call_answers_with_the_keys_of_its_model_and_no_others(
         digests = Digests(job.digests["code"])
         spec = loaded.spec.model_dump(mode="json")
         answers: dict[str, Any] = {}
-        client.session.http.event_hooks["response"] = [lambda response: answers.update(last=response)]
+        exchange = client.session.connections.exchange
+
+        def heard(request: Request[Any]) -> Response:
+            answers["last"] = response = exchange(request)
+            return response
+
+        monkeypatch.setattr(client.session.connections, "exchange", heard)
 
         def ask(name: str, *args: Any, **kwargs: Any) -> Any:
             result = CALLS[name](client.session, *args, **kwargs)
-            answers[name] = answers["last"].json()
+            answers[name] = json.loads(answers["last"].content)
             return result
 
         ask("submit_job", spec, digests, idempotency_key="a-key-of-a-job")

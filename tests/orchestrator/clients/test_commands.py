@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -232,3 +233,15 @@ def test_a_service_that_is_not_there_is_one_clear_error(
     assert code == 5
     assert "the service cannot be reached" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["list", "status"])
+def test_a_look_through_a_service_is_as_light_as_one_at_the_ledger(
+    command: str, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORC_SERVICE_URL", served.url)
+    monkeypatch.setenv("ORC_TOKEN", served.tokens["grace"])
+    code = f"import sys; from orc.orchestrator.cli.main import main; main([{command!r}]); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & {"asyncio", "httpx", "pydantic", "rich", "sqlalchemy"}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from served_ledger import Served
+from served_ledger import Served, requests_of
 
 from orc.launchers.attempts.logs import LogSelector
 from orc.launchers.errors import LaunchError, SpecError
@@ -106,12 +106,11 @@ def test_a_job_that_is_not_there_is_the_same_error(client: JobsClient, ask) -> N
 def test_what_is_meant_by_a_part_of_an_id_takes_one_request(served: Served, project: Project) -> None:
     with served.client() as client:
         made = client.submit(project())
-        asked: list[str] = []
-        client.session.http.event_hooks["request"].append(lambda request: asked.append(request.url.path))
+        asked = requests_of(client)
         assert [client.resolve(ref) for ref in (made.id, made.id[:-1], "@last")] == [made.id] * 3
         with pytest.raises(JobNotFound, match="no such job"):
             client.resolve("x" * 60)
-        assert asked == ["/api/v1/resolve"] * 4
+        assert asked == ["GET /resolve"] * 4
 
 
 @pytest.fixture

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -77,20 +78,63 @@ def test_a_certificate_is_verified(encrypted: tuple[str, Path], served: Served, 
     assert capfd.readouterr().out == f"grace (user) at {url}\n"
 
 
-def test_secrets_never_travel_in_the_clear_whatever_was_agreed_for_the_token() -> None:
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
+    """A server that answers each connection in the same way: its address, and what it was sent."""
+    heard: list[bytes] = []
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            heard.append(self.request.recv(65536))
+            self.request.sendall(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield f"127.0.0.1:{server.server_address[1]}", heard
+        server.shutdown()
+        serving.join()
+
+
+def test_secrets_never_travel_in_the_clear_whatever_was_agreed_for_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with ServiceClient("http://192.0.2.1", "orc_x", insecure_http=True) as client:
-        client.session.http = httpx.Client(transport=httpx.MockTransport(lambda _: pytest.fail("it was sent")))
+        monkeypatch.setattr(client.session.connections, "exchange", lambda _: pytest.fail("it was sent"))
         with pytest.raises(LaunchError, match="secrets would travel unencrypted") as refused:
             submit_job(client.session, {}, Digests(""), "", {"API_KEY": "hunter2"}, "a-key-of-its-own")
     assert "hunter2" not in str(refused.value)
 
 
 def test_a_redirection_is_not_followed() -> None:
-    def lead_away(request: httpx.Request) -> httpx.Response:
-        assert request.url.host == "127.0.0.1"
-        return httpx.Response(307, headers={"Location": "https://elsewhere.example.org/"})
-
-    with ServiceClient("http://127.0.0.1:1", "orc_x") as client:
-        client.session.http = httpx.Client(base_url=client.address, transport=httpx.MockTransport(lead_away))
-        with pytest.raises(ServiceUnreachable, match="not that of a service"):
+    with answering(b"HTTP/1.1 307 Away\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n") as (address, heard):
+        with (
+            ServiceClient(f"http://{address}", "orc_x") as client,
+            pytest.raises(ServiceUnreachable, match="not that of a service"),
+        ):
             client.me()
+        assert len(heard) == 1
+
+
+def test_a_proxy_gets_the_requests_to_other_machines_and_never_the_token_of_an_encrypted_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with answering(b"HTTP/1.1 403 No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n") as (address, heard):
+        for name in ("http_proxy", "https_proxy"):
+            monkeypatch.setenv(name, f"http://me:secret@{address}")
+        monkeypatch.setenv("no_proxy", "here.example.org")
+        for url, line in (
+            ("https://orc.example.org", b"CONNECT orc.example.org:443 HTTP/1."),
+            ("http://orc.example.org/team", b"GET http://orc.example.org/team/api/v1/me HTTP/1.1"),
+            ("http://127.0.0.1:1", None),
+            ("http://here.example.org:1", None),
+        ):
+            heard.clear()
+            with (
+                ServiceClient(url, "orc_x", insecure_http=True, sleep=lambda _: None) as client,
+                pytest.raises(LaunchError),
+            ):
+                client.me()
+            assert bool(heard) == (line is not None)
+            for request in heard if line else ():
+                assert request.startswith(line)
+                assert b"Proxy-Authorization: Basic bWU6c2VjcmV0" in request
+                assert (b"orc_x" in request) == url.startswith("http://")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from served_ledger import Served
+from served_ledger import Served, requests_of
 
 from orc.launchers.attempts.logs import LogSelector
 from orc.launchers.errors import LaunchError, RenderError, SpecError
@@ -209,10 +209,7 @@ def test_each_snapshot_of_a_group_is_uploaded_once(served: Served, project: Proj
     loaded = load_jobs(directory / "chain.yaml")
     assert isinstance(loaded, LoadedGroup)
     with served.client() as client:
-        sent: list[str] = []
-        client.session.http.event_hooks["request"] = [
-            lambda r: sent.append(f"{r.method} {r.url.path.removeprefix(PREFIX)}")
-        ]
+        sent = requests_of(client)
         first = client.submit_group(loaded)
         trees = [one for one in sent if one.startswith("PUT /bundles/trees/")]
         assert len(trees) == len(set(trees)) == 2

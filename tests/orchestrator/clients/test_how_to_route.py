@@ -18,7 +18,9 @@ from orc.launchers.errors import SpecError
 from orc.launchers.spec import LoadedJob
 from orc.orchestrator import ServiceClient
 from orc.orchestrator.api import call as calls
+from orc.orchestrator.clients.connections import Response
 from orc.orchestrator.clients.errors import NotLoggedIn
+from orc.orchestrator.clients.http_session import Request
 from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.routing import add_routes
 from orc.orchestrator.service.settings import Settings
@@ -40,7 +42,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 @pytest.mark.filterwarnings("ignore:You should not use the 'timeout' argument")
 def test_the_route_of_the_page_answers_in_this_process_and_through_a_service(
-    served: Served, project: Callable[..., LoadedJob], added: Any
+    served: Served, project: Callable[..., LoadedJob], added: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = create_app(Settings(reconciler=False), open_client=served.ledger)
     router = APIRouter(prefix=calls.PREFIX)
@@ -57,7 +59,12 @@ def test_the_route_of_the_page_answers_in_this_process_and_through_a_service(
                 {"job": job.id},
             )
         service = ServiceClient("http://127.0.0.1", "orc_x")
-        service.session.http = http
+
+        def exchange(request: Request[Any]) -> Response:
+            got = http.request(request.method, request.path, params=dict(request.params))
+            return Response(got.status_code, got.headers, got.content)
+
+        monkeypatch.setattr(service.session.connections, "exchange", exchange)
         with pytest.raises(NotLoggedIn):
             held(service)
         http.headers["Authorization"] = f"Bearer {served.tokens['eve']}"

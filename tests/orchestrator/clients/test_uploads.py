@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from served_ledger import Served
+from served_ledger import Served, requests_of
 
 from orc.launchers.errors import BundleError
 from orc.launchers.snapshot.manifest import FILE, Bundle, Entry
@@ -32,11 +32,7 @@ def http(served: Served) -> Iterator[httpx.Client]:
 def asked(served: Served) -> Iterator[tuple[ServiceClient, list[str]]]:
     """A client, and the requests that it sends."""
     with served.client() as client:
-        sent: list[str] = []
-        client.session.http.event_hooks["request"] = [
-            lambda r: sent.append(f"{r.method} {r.url.path.removeprefix(API)}")
-        ]
-        yield client, sent
+        yield client, requests_of(client)
 
 
 def _framed(*contents: tuple[str, bytes]) -> bytes:
