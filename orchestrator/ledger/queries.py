@@ -10,9 +10,15 @@ from typing import Any, NamedTuple
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger.database import Connection, batches, one_of
-from orc.orchestrator.ledger.job_size import nodes_and_gpus, share_done
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
-from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
+from orc.orchestrator.ledger.records import (
+    AttemptRecord,
+    EventRecord,
+    JobRecord,
+    Reservation,
+    nodes_and_gpus,
+    share_done,
+)
 
 _JOB_COLUMNS = JobRecord.COLUMNS.split(", ")
 _COLUMNS = ", ".join([*(f"j.{c}" for c in _JOB_COLUMNS), *(f"a.{c}" for c in AttemptRecord.COLUMNS.split(", "))])

@@ -13,7 +13,7 @@ from orc.orchestrator.cli.options import cluster_argument, json_option
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.display import waiting
 from orc.orchestrator.cli.ui.output import echo
-from orc.orchestrator.cli.ui.reporting import block
+from orc.orchestrator.cli.ui.reporting import finding_text
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import HostReport
@@ -170,4 +170,4 @@ def finding_dict(finding: Finding) -> dict[str, str]:
 
 def findings_text(findings: list[Finding]) -> str:
     """Findings as blocks."""
-    return "\n".join(block({"what": f.what, "where": f.where, "do": f.hint}, f.level) for f in findings)
+    return "\n".join(map(finding_text, findings))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orc.orchestrator.ledger.job_size import nodes_and_gpus, share_done
+from orc.orchestrator.ledger.records import nodes_and_gpus, share_done
 
 
 @pytest.mark.parametrize(
