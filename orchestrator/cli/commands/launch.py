@@ -328,7 +328,7 @@ def _write_down(launched: JobOfLaunch) -> None:
 
     from orc.launchers.paths import clusters_file
     from orc.launchers.spec.clusters import read_clusters
-    from orc.orchestrator.cli.commands.discover import append
+    from orc.orchestrator.cli.commands.clusters import append
 
     file = clusters_file()
     if launched.name in read_clusters()[0]:
