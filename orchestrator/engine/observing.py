@@ -27,7 +27,7 @@ from orc.orchestrator.engine.writing import PassReport, note_unreachable, write_
 from orc.orchestrator.ledger import leases, polls
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
-from orc.orchestrator.ledger.records import JobRecord, JobUpdate
+from orc.orchestrator.ledger.records import JobRecord, JobSize, JobUpdate
 from orc.orchestrator.workspace import Access, OutOfReach, Workspace
 
 if TYPE_CHECKING:
@@ -207,10 +207,9 @@ def _handles(ws: Workspace, jobs: Sequence[JobRecord]) -> dict[str, Handle]:
     from orc.launchers.backends.base import Handle
 
     handles = {job.id: Handle.from_dict(job.attempt.handle) for job in jobs if job.attempt and job.attempt.handle}
-    for job_id, spec in ws.ledger.specs([job_id for job_id in handles if job_id not in ws.nodes]):
-        nodes = spec.get("resources", {}).get("nodes", 1)
-        ws.nodes[job_id] = int(str(nodes).rpartition(":")[2])
-    return {job_id: replace(handle, nodes=ws.nodes[job_id]) for job_id, handle in handles.items()}
+    for job_id, spec in ws.ledger.specs([job_id for job_id in handles if job_id not in ws.sizes]):
+        ws.sizes[job_id] = JobSize.of(spec)
+    return {job_id: replace(handle, nodes=ws.sizes[job_id].nodes) for job_id, handle in handles.items()}
 
 
 def _seen(

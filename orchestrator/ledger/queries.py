@@ -15,8 +15,8 @@ from orc.orchestrator.ledger.records import (
     AttemptRecord,
     EventRecord,
     JobRecord,
+    JobSize,
     Reservation,
-    nodes_and_gpus,
     share_done,
 )
 
@@ -189,7 +189,8 @@ def read_rows(
     for row in rows:
         hosts, started_at, progress = attempts.get(row[0], ((), None, {}))
         spec = specs.get(row[0], {})
-        latest = (started_at, *nodes_and_gpus(spec), progress, share_done(spec, progress))
+        size = JobSize.of(spec)
+        latest = (started_at, size.nodes, size.gpus, progress, share_done(spec, progress))
         found.append((*row[:10], hosts, tags.get(row[0], none), seen.get(row[0]), *row[10:], *latest))
     return found
 

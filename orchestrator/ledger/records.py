@@ -234,11 +234,29 @@ _STEPS = ("max_steps", "total_steps", "num_steps", "max_train_steps", "train_ste
 _EPOCHS = ("epochs", "num_epochs", "max_epochs", "num_train_epochs", "train_epochs")
 
 
-def nodes_and_gpus(spec: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the nodes that a job requests, and the GPUs on all of them: the most where it is elastic."""
-    resources = spec.get("resources") or {}
-    nodes = int(str(resources.get("nodes", 1)).rpartition(":")[2])
-    return nodes, nodes * int(resources.get("gpus_per_node") or 0)
+class JobSize(NamedTuple):
+    """Size of a job by its specification: the most that it takes where it is elastic."""
+
+    nodes: int
+    gpus_per_node: int
+    ranks_per_node: int
+
+    @classmethod
+    def of(cls, spec: Mapping[str, Any]) -> JobSize:
+        """Return the size that *spec* requests."""
+        resources = spec.get("resources") or {}
+        nodes, gpus = int(str(resources.get("nodes", 1)).rpartition(":")[2]), int(resources.get("gpus_per_node") or 0)
+        return cls(nodes, gpus, int(resources.get("procs_per_node") or gpus or 1))
+
+    @property
+    def gpus(self) -> int:
+        """GPUs on all nodes."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def ranks(self) -> int:
+        """Processes on all nodes."""
+        return self.nodes * self.ranks_per_node
 
 
 def share_done(spec: Mapping[str, Any], progress: Mapping[str, Any]) -> float | None:

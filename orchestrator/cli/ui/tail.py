@@ -22,6 +22,7 @@ from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import BackendUnreachable
 from orc.orchestrator.cli.ui import jobtext, reporting
 from orc.orchestrator.cli.ui.output import echo_json_line
+from orc.orchestrator.ledger.records import JobSize
 
 if TYPE_CHECKING:
     from orc.orchestrator.cli.ui.display import Display
@@ -221,9 +222,7 @@ class Selection:
         """Return True where it comes down to one log for a job of this specification."""
         if self.ranks or self.nodes or self.launcher:
             return len(set(self.ranks)) + len(set(self.nodes)) + self.launcher == 1
-        resources = spec.get("resources", {})
-        nodes = int(str(resources.get("nodes", 1)).rpartition(":")[2])
-        return nodes * int(resources.get("procs_per_node") or resources.get("gpus_per_node") or 1) == 1
+        return JobSize.of(spec).ranks == 1
 
 
 class Cursor:
