@@ -150,9 +150,8 @@ class FunctionJob(Generic[R]):
         backend, handle = at_backend(self._session, self.id, view.attempt.number)
         if handle is None:
             return None
-        first = (
-            process // JobSize.of(self.view.spec).ranks_per_node if handle.hosts else 0
-        )  # a file is read on the first host of a handle
+        # A file is read on the first host of a handle.
+        first = process // JobSize.of(view.spec).ranks_per_node if handle.hosts else 0
         there = replace(handle, hosts=handle.hosts[first:] + handle.hosts[:first])
         name = node.result_name(view.attempt.number, process)
         data = backend.read_file(there, name)
