@@ -85,7 +85,7 @@ class Client(JobsClient):
         """Submit a job, exactly once whatever happens to this process.
 
         Args:
-            loaded: The job, from `orc.launchers.spec.load.load_job`.
+            loaded: The job.
             on_progress: Called with ``("size", {files, bytes, folders, limit})`` before a file is read (what it raises
                 then ends the submission), ``("hash", {bytes, done})``, ``("scan", {files})``,
                 ``("snapshot", {bytes, done})``, ``("finding", {level, what, ...})``,
@@ -119,10 +119,7 @@ class Client(JobsClient):
     def resubmit(self, job_id: str, *, overrides: Sequence[str] = (), on_progress: Progress | None = None) -> JobView:
         """Submit a new job with the specification and the snapshots of *job_id*; its source is ``job:<old id>``.
 
-        Raises:
-            JobNotFound: There is no such job.
-            SpecError: An override is wrong, or needs other files than the job has.
-            LaunchError: The job certainly does not run.
+        Raises `SpecError` for an override that needs other files than the job has.
         """
         from orc.orchestrator.engine.attempt_inputs import changed, digests_left, stored_snapshot
         from orc.orchestrator.engine.progress import silent
@@ -203,9 +200,7 @@ class Client(JobsClient):
     def retry_group(self, group_id: str) -> GroupView:
         """Submit the members that have ended without success once more, from the same snapshots.
 
-        Raises:
-            GroupNotFound: There is no such group.
-            LaunchError: None of them could be submitted, or there are none.
+        Raises `LaunchError` where none of them could be submitted, or there are none.
         """
         from orc.orchestrator.clients import groups
 
@@ -423,11 +418,7 @@ class Client(JobsClient):
         return backend.log_file(handle, selector) if handle else None
 
     def metrics(self, job_id: str) -> Reader:
-        """Return a reader of what the training of a job measures; each `read` goes on from where it stopped.
-
-        Raises:
-            JobNotFound: There is no such job.
-        """
+        """Return a reader of what the training of a job measures; each `read` goes on from where it stopped."""
         from orc.orchestrator.insight.metrics import Reader
 
         return Reader(self.workspace, self.session.record(job_id).id)

@@ -17,8 +17,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Union, cast
 
 from orc.launchers.attempts.records import AttemptExit
-from orc.orchestrator.ledger.job_size import share_done
-from orc.orchestrator.ledger.records import EventRecord
+from orc.orchestrator.ledger.records import EventRecord, share_done
 
 if TYPE_CHECKING:
     from typing import Self

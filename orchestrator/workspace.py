@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pwd
 import time
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from orc.launchers.errors import RenderError, SpecError
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.leases import abandon, new_owner
-from orc.orchestrator.ledger.records import Destination
+from orc.orchestrator.ledger.records import Destination, JobSize
 from orc.orchestrator.ledger.store import Ledger
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from orc.launchers.snapshot.manifest import Bundle
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster, Limits
+    from orc.orchestrator.ledger.database import Connection
     from orc.orchestrator.ledger.records import AttemptRecord
 
 
@@ -64,11 +66,8 @@ class Workspace:
     subscribed: Callable[[JobSpec], JobSpec] = lambda spec: spec  # with whom the settings tell of every job
     on_live_job: Callable[[], None] = lambda: None  # called as soon as a new job is durable
     noted: dict[str, float] = field(default_factory=dict)  # by job: when the ledger was last told that it was seen
-    # What is read from specifications, which never change, by job; and head starts by cluster, with their age.
-    gpus: dict[str, int] = field(default_factory=dict)
-    nodes: dict[str, int] = field(default_factory=dict)
-    slots: dict[str, int] = field(default_factory=dict)
-    head_starts: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
+    sizes: dict[str, JobSize] = field(default_factory=dict)  # by job; its specification never changes
+    head_starts: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)  # by cluster, with age
     candidates: dict[str, frozenset[str]] = field(default_factory=dict)  # hosts that a job could run on
     spent: tuple[float, Mapping[tuple[str, str], float]] | None = None  # by users and projects, with its age
     runtime: Bundle | None = None  # of this process's own version, once a service has needed it
@@ -85,6 +84,13 @@ class Workspace:
             closing.callback(self.ledger.close)
             for backend in self._backends.values():
                 closing.callback(backend.close)
+
+    def size_of(self, connection: Connection, job: str) -> JobSize:
+        """Return the size of *job*."""
+        if job not in self.sizes:
+            ((spec,),) = connection.tuples("SELECT spec FROM jobs WHERE id = :id", {"id": job})
+            self.sizes[job] = JobSize.of(json.loads(spec))
+        return self.sizes[job]
 
     def give_back(self, *job_ids: str) -> None:
         """Give the claims on jobs back. Where the ledger cannot be written, this process goes on at once.

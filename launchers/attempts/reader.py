@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.agent.records import NODE_RECORD_BYTES, RECORD_BYTES, parse_record
-from orc.launchers.attempts.logs import LogChunk, LogSelector
-from orc.launchers.attempts.records import AttemptExit, is_exit, merge
+from orc.launchers.attempts.records import AttemptExit, LogChunk, LogSelector, is_exit, merge
 
 if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport

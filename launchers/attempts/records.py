@@ -1,4 +1,4 @@
-"""Reading what agents wrote: typed views of their JSON records, and the merge of all nodes into one verdict.
+"""Reading what agents wrote: typed views of their JSON records, their merge into one verdict, pieces of logs.
 
 The format is docs/explanation/attempt-directory.md. Everything here is pure; backends fetch the bytes.
 """
@@ -176,3 +176,32 @@ def merge(records: Sequence[Mapping[str, Any]], nnodes: int) -> AttemptExit | No
         int(own[0].get("exit_status") or 1),
     )
     return AttemptExit(False, cause, reason, status, first, started, ended, hosts, complete, ranks, lost)
+
+
+@dataclass(frozen=True)
+class LogSelector:
+    """Selector of one log of an attempt: a rank's, what a node's agent and launcher print, or what starts the
+    agents prints.
+    """
+
+    rank: int | None = None
+    node: int | None = None
+    launcher: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.rank is not None) + (self.node is not None) + self.launcher != 1:
+            raise ValueError("a log selector names a rank, a node or the launcher")
+
+
+@dataclass(frozen=True)
+class LogChunk:
+    """A piece of one log. ``offset`` is the byte position of ``data[0]``; the next read starts at `end`."""
+
+    selector: LogSelector
+    offset: int
+    data: bytes
+
+    @property
+    def end(self) -> int:
+        """Return where the next chunk starts, in bytes."""
+        return self.offset + len(self.data)

@@ -14,9 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from orc.launchers.attempts.logs import LogChunk as LogChunk
-from orc.launchers.attempts.logs import LogSelector as LogSelector
 from orc.launchers.attempts.records import Cause as Cause
+from orc.launchers.attempts.records import LogChunk as LogChunk
+from orc.launchers.attempts.records import LogSelector as LogSelector
 from orc.launchers.backends.reports import HostReport as HostReport
 from orc.launchers.backends.reports import Leftover as Leftover
 from orc.launchers.backends.reports import PartitionReport as PartitionReport

@@ -1,17 +1,25 @@
-"""Diagnostics of a set of hosts: each alone, in pairs, and all together."""
+"""Diagnostics of the hosts of a cluster: each alone, the connections between them, and an all-reduce over all.
+
+Every host listens on a free port, and every other one connects to it: ranks and agents choose their ports freely, so a
+firewall that lets only SSH through shows here, with the pair's names.
+"""
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.errors import BackendUnreachable, LaunchError
+from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
 from orc.launchers.findings import Finding
-from orc.launchers.hosts import all_reduce, checks, ports
+from orc.launchers.hosts import all_reduce, checks
+from orc.launchers.hosts.checks import PROBE
 
 if TYPE_CHECKING:
-    from orc.launchers.remote.transport import Transport
+    from orc.launchers.remote.transport import Process, Transport
 
 _ORDER = ("error", "warning", "info")
 
@@ -72,9 +80,9 @@ def diagnose_hosts(
     if network and answering:
         if len(answering) > 1:
             progress("trying every pair")
-            blocked, failed = ports.probe_ports(answering, pythons)
-            findings += ports.find_blocked_pairs(blocked, failed)
-            for name in (*failed, *ports.failed_hosts(blocked)):
+            blocked, failed = probe_ports(answering, pythons)
+            findings += find_blocked_pairs(blocked, failed)
+            for name in (*failed, *failed_hosts(blocked)):
                 bad.setdefault(name, "other hosts cannot talk to it")
         facts = {one.name: one.facts for one in facts_by_host}
         sound = {n: t for n, t in answering.items() if n not in bad and facts[n]["torch"]}
@@ -93,3 +101,109 @@ def diagnose_hosts(
                 bad.setdefault(speed.name, f"its network is slow: {speed.best_mb_s:.0f} MB/s at best")
     findings.sort(key=lambda finding: _ORDER.index(finding.level))
     return HostDiagnostics(facts_by_host, speeds, findings, bad)
+
+
+EVERY_PAIR = 32  # up to so many hosts; more try peers at distances 1, 2, 4, ... in both directions
+CONVERSATION_S = 60.0
+
+
+@dataclass(frozen=True)
+class BlockedConnection:
+    """Direction between two hosts in which no connection is made."""
+
+    source: str
+    target: str
+    reason: str
+
+
+def peers_of(names: Sequence[str], index: int) -> list[str]:
+    """Return the hosts that the one at *index* connects to. Pure."""
+    if len(names) <= EVERY_PAIR:
+        return [name for name in names if name != names[index]]
+    steps = [1 << power for power in range(len(names).bit_length()) if 1 << power < len(names)]
+    reached = {(index + sign * step) % len(names) for step in steps for sign in (1, -1)}
+    return [names[other] for other in sorted(reached - {index})]
+
+
+def probe_ports(
+    transports: Mapping[str, Transport], pythons: Mapping[str, str]
+) -> tuple[list[BlockedConnection], dict[str, LaunchError]]:
+    """Return the directions that are blocked, and the errors of hosts that could not be reached."""
+    from orc.launchers.remote.ssh.fanout import each
+
+    names = list(transports)
+    tokens = {name: secrets.token_hex(16) for name in names}
+    conversations: dict[str, Process] = {}
+    with ExitStack() as stack:
+
+        def listen(name: str) -> dict[str, Any]:
+            python, words = pythons.get(name) or "python3", ("ports", tokens[name], str(CONVERSATION_S))
+            started = transports[name].stream_program(PROBE, words, python=python, timeout_s=CONVERSATION_S)
+            conversations[name] = stack.enter_context(started)
+            return {"name": name, "token": tokens[name], **_answer(conversations[name], name)}
+
+        listeners = each({name: name for name in names}, listen)
+        failed = {name: answer for name, answer in listeners.items() if isinstance(answer, LaunchError)}
+        open_ones = {name: answer for name, answer in listeners.items() if not isinstance(answer, LaunchError)}
+        reachable = list(open_ones)
+
+        def connect(name: str) -> dict[str, str]:
+            targets = [open_ones[peer] for peer in peers_of(reachable, reachable.index(name))]
+            conversations[name].write(json.dumps(targets).encode() + b"\n")
+            return _answer(conversations[name], name)
+
+        answers = each({name: name for name in reachable}, connect) if len(reachable) > 1 else {}
+        for conversation in conversations.values():
+            with suppress(LaunchError):
+                conversation.close_stdin()  # all end at the same time, not one after the other
+    blocked = []
+    for name, answer in answers.items():
+        if isinstance(answer, LaunchError):
+            failed[name] = answer
+        else:
+            blocked += [BlockedConnection(name, target, reason) for target, reason in answer.items() if reason]
+    # A host that has gone away meanwhile is the only one to blame.
+    return [one for one in blocked if not {one.source, one.target} & set(failed)], failed
+
+
+def _answer(conversation: Process, name: str) -> dict[str, Any]:
+    """Return the next line that a host prints. Raises `BackendError`, `BackendUnreachable`."""
+    received = b""
+    while not received.endswith(b"\n"):
+        piece = conversation.read(1 << 16)
+        if not piece:
+            lines = conversation.wait().stderr.strip().splitlines()
+            raise BackendError(f"the host cannot be asked: {lines[-1] if lines else 'it ended'}", where=name)
+        received += piece
+    return dict(json.loads(received))
+
+
+def find_blocked_pairs(blocked: Sequence[BlockedConnection], failed: Mapping[str, LaunchError]) -> list[Finding]:
+    """Return one finding per pair of hosts between which no connection is made. Pure."""
+    found = [Finding.of(error, name) for name, error in failed.items()]
+    by_pair: dict[frozenset[str], list[BlockedConnection]] = {}
+    for one in blocked:
+        by_pair.setdefault(frozenset((one.source, one.target)), []).append(one)
+    for group in by_pair.values():
+        first = group[0]
+        pair = f"{first.source} and {first.target}" if len(group) == 2 else f"{first.source} to {first.target}"
+        what = f"{pair} cannot talk: no connection to a free port ({first.reason})"
+        found.append(
+            Finding("error", what, "", "Open the TCP ports above 1024 between them; ranks and agents choose freely.")
+        )
+    return found
+
+
+def failed_hosts(blocked: Sequence[BlockedConnection]) -> list[str]:
+    """Return the smallest set of hosts (greedily) without which all others reach each other. Pure."""
+    left = {frozenset((one.source, one.target)) for one in blocked}
+    chosen = []
+    while left:
+        counts: dict[str, int] = {}
+        for pair in left:
+            for name in pair:
+                counts[name] = counts.get(name, 0) + 1
+        worst = max(sorted(counts), key=lambda name: counts[name])
+        chosen.append(worst)
+        left = {pair for pair in left if worst not in pair}
+    return chosen

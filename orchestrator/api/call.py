@@ -1,4 +1,7 @@
-"""Call of the API: a typed function, and the route at which a service answers it. Imports nothing heavy."""
+"""Call of the API: a typed function, and the route at which a service answers it. Imports nothing heavy.
+
+And what several calls take: the trees that a job is made of, the members of a group.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from orc.orchestrator.api.rights import Kind
@@ -177,3 +180,30 @@ def call(
         return described
 
     return made
+
+
+Digest = Annotated[str, Bounds(pattern="^[0-9a-f]{64}$")]
+Stage = Annotated[str, Bounds(max_length=64, pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]*)?$")]
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Trees that a job is made of."""
+
+    code: Digest
+    environment: Digest | None = None
+
+    def given(self) -> dict[str, str]:
+        """Return those that there are."""
+        return {name: digest for name, digest in vars(self).items() if digest is not None}
+
+
+@dataclass(frozen=True)
+class NewMember:
+    """Job as it is sent, by itself or as a member of a group: there without the keys that are `shared`."""
+
+    index: Annotated[int, Bounds(ge=0, lt=1 << 31)]
+    digests: Digests
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    stage: Stage = ""
+    parameters: Annotated[Mapping[Text, Text], Bounds(max_length=100)] = field(default_factory=dict)

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from orc.orchestrator.api.call import Bounds, Key, Name, Secrets, Text, call
+from orc.orchestrator.api.call import Bounds, Key, Name, NewMember, Secrets, Text, call
 from orc.orchestrator.api.jobs import Grace
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
-from orc.orchestrator.api.submissions import NewMember
 from orc.orchestrator.views import GroupView, View
 
 SUBMITTED = ("sweep", "array", "pipeline")

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from orc.launchers.errors import SpecError
-from orc.orchestrator.api.call import Bounds, JobId, Key, Name, Secrets, Text, call
+from orc.orchestrator.api.call import Bounds, Digests, JobId, Key, Name, NewMember, Secrets, Text, call
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
-from orc.orchestrator.api.submissions import Digests, NewMember
 from orc.orchestrator.clients.errors import JobNotFound
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.queries import JobFilter

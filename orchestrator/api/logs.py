@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from orc.launchers.attempts.logs import LogChunk, LogSelector
+from orc.launchers.attempts.records import LogChunk, LogSelector
 from orc.launchers.errors import SpecError
 from orc.orchestrator.api.call import Bounds, JobId, call
 from orc.orchestrator.api.rights import Kind

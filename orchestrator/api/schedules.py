@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from orc.orchestrator.api.call import Bounds, Key, Secrets, Text, call
+from orc.orchestrator.api.call import Bounds, Digests, Key, NewMember, Secrets, Text, call
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
-from orc.orchestrator.api.submissions import Digests, NewMember
 from orc.orchestrator.views import ScheduleView, View
 
 ScheduleId = Annotated[str, Bounds("Id of the schedule", min_length=1, max_length=64)]

@@ -180,19 +180,8 @@ class LedgerSession:
     def leave_reconciler(self) -> None:
         """Start a detached reconciler where there is work for one and none runs: live jobs, messages, schedules."""
         ledger = self.workspace.ledger
-        if self._detaches and not ledger.volatile and (ledger.any_active() or self._any_due()):
+        if self._detaches and not ledger.volatile and (ledger.any_active() or ledger.any_due()):
             self._start_reconciler()
-
-    def _any_due(self) -> bool:
-        from orc.orchestrator.ledger import orphans, outbox, schedules
-
-        with self.workspace.ledger.database.read() as connection:
-            at = outbox.next_due(connection)
-            if at is not None and at <= self.workspace.clock():
-                return True
-            if orphans.next_due(connection) is not None:
-                return True
-            return any(found.enabled for found in schedules.all_schedules(connection))
 
     def _start_reconciler(self) -> None:
         if self._detaches:

@@ -28,8 +28,8 @@ from orc.orchestrator.workspace import login_name, no_account
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.spec import JobSpec
+    from orc.orchestrator.api.call import NewMember
     from orc.orchestrator.api.session import LedgerSession
-    from orc.orchestrator.api.submissions import NewMember
     from orc.orchestrator.engine.submission import Submission
     from orc.orchestrator.ledger.records import JobRecord
     from orc.orchestrator.views import JobView

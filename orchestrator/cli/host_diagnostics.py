@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.display import display, waiting
 from orc.orchestrator.cli.ui.output import echo, echo_result
-from orc.orchestrator.cli.ui.reporting import block
+from orc.orchestrator.cli.ui.reporting import finding_text
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend
@@ -76,8 +76,7 @@ def _show(made: HostDiagnostics) -> None:
     header = ("", "HOST", "PYTHON", "TORCH", "GPUS", "CPUS", "FREE", "CLOCK", "ALL-REDUCE", "BANDWIDTH", "IN NODE")
     echo(output.table(header, rows))
     for finding in made.findings:
-        fields = {"what": finding.what, "where": finding.where, "do": finding.hint}
-        echo("\n" + block(fields, finding.level))
+        echo("\n" + finding_text(finding))
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:

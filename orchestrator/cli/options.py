@@ -149,8 +149,17 @@ def complete_clusters(_ctx: click.Context, _param: click.Parameter, incomplete: 
 job_argument = click.argument("job", shell_complete=_complete_jobs)
 newest_job_argument = click.argument("job", metavar="[JOB]", default="@last", shell_complete=_complete_jobs)
 optional_jobs_argument = click.argument("jobs", metavar="[JOB]...", nargs=-1, shell_complete=_complete_jobs)
-cluster_option = click.option(
-    "--cluster", metavar="NAME", shell_complete=complete_clusters, help="Cluster to use instead of the job file's."
+
+
+def cluster_option_for(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return ``--cluster NAME`` with *what* as its help."""
+    return click.option("--cluster", metavar="NAME", shell_complete=complete_clusters, help=what)
+
+
+cluster_option = cluster_option_for("Cluster to use instead of the job file's.")
+yes_option = click.option("-y", "--yes", is_flag=True, help="Send a large snapshot without asking.")
+limit_option = click.option(
+    "--limit", type=click.IntRange(1), default=50, show_default=True, help="Largest number of lines."
 )
 cluster_argument = click.argument("name", shell_complete=complete_clusters)
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orc.launchers.findings import Finding
 from orc.orchestrator.cli.ui import reporting
 from orc.orchestrator.cli.ui.display import waiting
-from orc.orchestrator.cli.ui.output import echo
-from orc.orchestrator.cli.ui.reporting import block
 
 if TYPE_CHECKING:
     from orc.launchers.spec import LoadedJob
@@ -119,7 +118,6 @@ def _of_ledger(reconciler: bool) -> Client:
     if why := client.workspace.ledger.volatile:
         where = client.workspace.ledger.database.url.removeprefix("sqlite:///")
         do = "free some space: jobs go on, what becomes of them is recorded later, retries wait"
-        fields = {"what": f"the ledger can only be read: {why}", "where": where, "do": do}
-        echo(block(fields, "warning"), err=True)
+        reporting.warn(Finding("warning", f"the ledger can only be read: {why}", where, do))
     client.leave_reconciler()
     return client

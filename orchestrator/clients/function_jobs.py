@@ -7,13 +7,14 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from orc.launchers.attempts.logs import LogSelector
+from orc.launchers.attempts.records import LogSelector
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.api.logs import at_backend, read_log
 from orc.orchestrator.clients.cancelling import cancel
 from orc.orchestrator.clients.waiting import wait
 from orc.orchestrator.functions import node
 from orc.orchestrator.functions.calls import key_of
+from orc.orchestrator.ledger.records import JobSize
 
 if TYPE_CHECKING:
     from orc.orchestrator.api.session import LedgerSession
@@ -71,12 +72,7 @@ class FunctionJob(Generic[R]):
         view = self.view
         if view.ended and view.attempt and view.attempt.exit and view.attempt.exit.ranks:
             return max(view.attempt.exit.ranks) + 1
-        return int(str(view.spec["resources"]["nodes"]).rpartition(":")[2]) * self._per_node
-
-    @property
-    def _per_node(self) -> int:
-        resources = self.view.spec["resources"]
-        return int(resources["procs_per_node"] or resources["gpus_per_node"] or 1)
+        return JobSize.of(view.spec).ranks
 
     @property
     def state(self) -> str:
@@ -154,7 +150,8 @@ class FunctionJob(Generic[R]):
         backend, handle = at_backend(self._session, self.id, view.attempt.number)
         if handle is None:
             return None
-        first = process // self._per_node if handle.hosts else 0  # a file is read on the first host of a handle
+        # A file is read on the first host of a handle.
+        first = process // JobSize.of(view.spec).ranks_per_node if handle.hosts else 0
         there = replace(handle, hosts=handle.hosts[first:] + handle.hosts[:first])
         name = node.result_name(view.attempt.number, process)
         data = backend.read_file(there, name)

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from orc.launchers.attempts.logs import LogChunk, LogSelector
+from orc.launchers.attempts.records import LogChunk, LogSelector
 from orc.launchers.errors import BackendUnreachable, LaunchError
-from orc.orchestrator.api.jobs import cancel_job, get_job
+from orc.launchers.secrets import resolve_secrets
+from orc.orchestrator.api.call import Digests, NewMember
+from orc.orchestrator.api.jobs import cancel_job, get_job, resubmit_job, submit_job
 from orc.orchestrator.clients.errors import NeedsLedger
-from orc.orchestrator.clients.http_session import HttpSession, log_content
+from orc.orchestrator.clients.http_session import HttpSession, log_content, new_key, request_of
 from orc.orchestrator.clients.logins import Login, checked_url
 from orc.orchestrator.clients.surface import JobsClient
 from orc.orchestrator.engine.progress import silent
@@ -89,40 +91,65 @@ class ServiceClient(JobsClient):
     # -- making jobs
 
     def submit(self, loaded: LoadedJob, *, on_progress: Progress | None = None) -> JobView:
-        """Submit a job, exactly once whatever is lost on the way.
+        """Submit a job, exactly once whatever is lost on the way; an upload is a step of *on_progress*, too.
 
-        Args:
-            loaded: The job, from `orc.launchers.spec.load.load_job`.
-            on_progress: As of `Client.submit`; ``("upload", {done, bytes})`` for contents that the service lacks.
-
-        Returns:
-            The job as it is now.
-
-        Raises:
-            LaunchError: The job certainly does not run.
-            ServiceUnreachable: No answer came: the job may run; `jobs` will show it.
+        Raises `ServiceUnreachable` where no answer came: the job may run; `jobs` will show it.
         """
-        from orc.orchestrator.clients.sending import send_job
+        from orc.orchestrator.clients.sending import LocalSnapshot, document
 
-        return send_job(self.session, loaded, on_progress or silent)
+        progress, secrets = on_progress or silent, resolve_secrets(loaded.spec.secrets)  # before a file is read
+        snapshot = LocalSnapshot(loaded, progress)
+        progress("submit", {})
+        source, digests = str(loaded.source_path.absolute()), Digests(**snapshot.digests)
+        request = request_of(submit_job, document(loaded.spec), digests, source, secrets, new_key())
+        return snapshot.sent_with(self.session, request)
 
     def resubmit(self, job_id: str, *, overrides: Sequence[str] = (), on_progress: Progress | None = None) -> JobView:
         """Submit a new job like *job_id*. The values of its secrets are looked up here, as at any submission."""
-        from orc.orchestrator.clients.sending import send_again
+        from orc.orchestrator.engine.attempt_inputs import changed
 
-        return send_again(self.session, job_id, overrides)
+        old = self.job(job_id)
+        spec = changed(old.spec, overrides, where=old.id)
+        return resubmit_job(self.session, old.id, tuple(overrides), resolve_secrets(spec.secrets), new_key())
 
     def submit_group(self, loaded: LoadedGroup, *, on_progress: Progress | None = None) -> GroupView:
         """Submit all members of a group, or none."""
-        from orc.orchestrator.clients.sending import send_group
+        from orc.orchestrator.api.groups import submit_group
+        from orc.orchestrator.clients.groups import snapshot_key
+        from orc.orchestrator.clients.sending import LocalSnapshot, document, send_with
 
-        return send_group(self.session, loaded, on_progress or silent)
+        progress = on_progress or silent
+        secrets = resolve_secrets(list(dict.fromkeys(name for spec in loaded.specs for name in spec.secrets)))
+        snapshots: dict[str, LocalSnapshot] = {}
+        documents = [document(spec) for spec in loaded.specs]
+        first = documents[0]
+        shared = {key: first[key] for key in first if all(each.get(key) == first[key] for each in documents)}
+        members = []
+        for member, whole in zip(loaded.members, documents, strict=True):
+            key = snapshot_key(member.loaded.spec)
+            if key not in snapshots:
+                snapshots[key] = LocalSnapshot(member.loaded, progress)
+            snapshots[key].check(member.loaded.spec)
+            own = {name: value for name, value in whole.items() if name not in shared}
+            digests = Digests(**snapshots[key].digests)
+            members.append(NewMember(member.number, digests, own, member.stage, dict(member.parameters)))
+        progress("submit", {})
+        request = request_of(
+            submit_group, loaded.kind, loaded.name, members, loaded.max_parallel, str(loaded.source_path.absolute()),
+            shared, secrets, new_key(),
+        )  # fmt: skip
+        return send_with(self.session, request, list(snapshots.values()))
 
     def retry_group(self, group_id: str) -> GroupView:
         """Submit the members that have ended without success once more; their secrets are looked up here."""
-        from orc.orchestrator.clients.sending import send_group_again
+        from orc.orchestrator.api.groups import retry_group
 
-        return send_group_again(self.session, group_id)
+        found = self.group(group_id)
+        failed = [member.job.id for member in found.members if member.job.state in ("FAILED", "CANCELLED")]
+        names: dict[str, None] = {}
+        for job_id in failed if found.kind == "pipeline" else failed[:1]:  # those of a sweep have the same ones
+            names |= dict.fromkeys(self.job(job_id).spec["secrets"])
+        return retry_group(self.session, found.id, resolve_secrets(list(names)), new_key())
 
     def create_schedule(
         self,
@@ -136,11 +163,21 @@ class ServiceClient(JobsClient):
         on_progress: Progress | None = None,
     ) -> ScheduleView:
         """Submit a job again and again, from the snapshot that is taken now."""
-        from orc.orchestrator.clients.sending import send_schedule
+        from orc.orchestrator.api.schedules import create_schedule
+        from orc.orchestrator.clients.sending import LocalSnapshot, document
+        from orc.orchestrator.engine.schedules import check
 
-        return send_schedule(
-            self.session, loaded, on_progress or silent, cron, timezone, name=name, missed=missed, overlap=overlap
-        )
+        progress = on_progress or silent
+        check(loaded.spec, cron, timezone)
+        secrets = resolve_secrets(loaded.spec.secrets)
+        snapshot = LocalSnapshot(loaded, progress)
+        progress("submit", {})
+        request = request_of(
+            create_schedule, document(loaded.spec), Digests(**snapshot.digests), name or loaded.spec.name, cron,
+            timezone, missed=missed, overlap=overlap, source=str(loaded.source_path.absolute()), secrets=secrets,
+            idempotency_key=new_key(),
+        )  # fmt: skip
+        return snapshot.sent_with(self.session, request)
 
     def cancel(
         self,

@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.ids import JOB_ID, AttemptId
 from orc.launchers.strict_modes import make_private
-from orc.orchestrator.engine import delivery as steps
-from orc.orchestrator.engine.writing import write
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobRecord, NewJob
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Handle, Placement
     from orc.launchers.spec import JobSpec
-    from orc.orchestrator.ledger.records import Destination, NewJob
+    from orc.orchestrator.ledger.records import Destination
     from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace
 
@@ -164,10 +162,13 @@ def _write(
     tx: Transaction, job: JobRecord, handle: Handle, placement: Placement | None, sent_to: Destination, *, last: bool
 ) -> JobRecord:
     """Write one attempt: it is at its backend, or was followed by the next one."""
+    from orc.orchestrator.engine.delivery import accepted  # on use: an empty `orc list` looks for lost jobs, too
+    from orc.orchestrator.engine.writing import write
+
     job = tx.prepare(job, handle.marker, "", placement)
     sent = Event(Kind.SUBMITTING, job.number, {"plan": ""})
     job = tx.record(job, sent, attempt_set={"submitted_at": handle.submitted_at or tx.now})
-    job = write(tx, job, steps.accepted(Kind.ACCEPTED, job, handle, tx.now, sent_to))
+    job = write(tx, job, accepted(Kind.ACCEPTED, job, handle, tx.now, sent_to))
     if last:
         return job
     over: Mapping[str, Any] = {"cause": "node_failure", "reason": _BEFORE}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.engine.queueing import queue_key
+from orc.orchestrator.ledger.records import JobSize
 from orc.orchestrator.ledger.usage import Quota, Usage, all_quotas, read_usage
 
 if TYPE_CHECKING:
@@ -183,24 +184,9 @@ def demand_of(ws: Workspace, connection: Connection, job: JobRecord) -> Demand:
 
 def _demand(ws: Workspace, connection: Connection, row: Sequence[object]) -> Demand:
     job, cluster, owner, project, created_at, priority = row
-    gpus = gpus_of(ws, connection, str(job))
+    gpus = ws.size_of(connection, str(job)).gpus
     place = queue_key(float(created_at), int(priority), str(job))  # type: ignore[arg-type, call-overload]
     return Demand(str(job), str(cluster), str(owner), str(project), gpus, place)
-
-
-def gpus_of(ws: Workspace, connection: Connection, job: str) -> int:
-    """Return the GPUs that *job* takes; an elastic one the most that it may."""
-    known = ws.gpus
-    if job not in known:
-        ((text,),) = connection.tuples("SELECT spec FROM jobs WHERE id = :id", {"id": job})
-        known[job] = _gpus(text)
-    return known[job]
-
-
-def _gpus(spec: str) -> int:
-    resources = json.loads(spec).get("resources", {})
-    nodes = int(str(resources.get("nodes", 1)).rpartition(":")[2])
-    return nodes * int(resources.get("gpus_per_node") or 0)
 
 
 def use_of_quotas(ws: Workspace) -> list[tuple[Quota, float]]:
@@ -212,7 +198,7 @@ def use_of_quotas(ws: Workspace) -> list[tuple[Quota, float]]:
         if found:
             query = f"SELECT id, cluster, owner, project, spec FROM jobs WHERE state IN {_IN_FLIGHT}"  # noqa: S608
             for job, cluster, owner, project, spec in connection.tuples(query):
-                used.update(shares(Demand(job, cluster, owner, project, _gpus(spec))))
+                used.update(shares(Demand(job, cluster, owner, project, JobSize.of(json.loads(spec)).gpus)))
     units = {"jobs": "jobs", "gpus": "GPUs"}
 
     def use(quota: Quota) -> float:

@@ -23,11 +23,11 @@ from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import PlacementPlanner
 from orc.orchestrator.engine.retry import retry_cause
 from orc.orchestrator.engine.updates import retry_policy, update_from_observation
-from orc.orchestrator.engine.writing import PassReport, note_unreachable, write_all
+from orc.orchestrator.engine.writing import PassReport, note_unreachable, what_of, write_all
 from orc.orchestrator.ledger import leases, polls
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
-from orc.orchestrator.ledger.records import JobRecord, JobUpdate
+from orc.orchestrator.ledger.records import JobRecord, JobSize, JobUpdate
 from orc.orchestrator.workspace import Access, OutOfReach, Workspace
 
 if TYPE_CHECKING:
@@ -67,10 +67,9 @@ def _by_access(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport) -> 
             continue
         try:
             found[ws.access(job.cluster, job.owner, job.attempt.sent_to)].append(job)
-        except LaunchError as error:
-            without[job.cluster, error.reason if isinstance(error, OutOfReach) else error.what].append(job)
         except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
-            without[job.cluster, f"{type(error).__name__}: {error}"].append(job)
+            what = error.reason if isinstance(error, OutOfReach) else what_of(error)
+            without[job.cluster, what].append(job)
     for (cluster, what), those in without.items():
         note_unreachable(ws, cluster, those, what, report)
     return found
@@ -167,10 +166,8 @@ def _cancel_at(ws: Workspace, access: Access, jobs: list[JobRecord], report: Pas
         return _cancel(ws, ws.open(access), jobs, handles, report)
     except LedgerError:
         raise
-    except LaunchError as error:
-        note_unreachable(ws, access.cluster, jobs, error.what, report)
     except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
-        note_unreachable(ws, access.cluster, jobs, f"{type(error).__name__}: {error}", report)
+        note_unreachable(ws, access.cluster, jobs, what_of(error), report)
     return jobs
 
 
@@ -183,11 +180,8 @@ def _poll_cluster(ws: Workspace, access: Access, jobs: list[JobRecord], report: 
         seen = _seen(ws, backend, jobs, handles)
     except LedgerError:
         raise
-    except LaunchError as error:
-        note_unreachable(ws, access.cluster, jobs, error.what, report)
-        return False
     except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
-        note_unreachable(ws, access.cluster, jobs, f"{type(error).__name__}: {error}", report)
+        note_unreachable(ws, access.cluster, jobs, what_of(error), report)
         return False
     answers = [(job, seen[handles[job.id]]) for job in jobs if handles[job.id] in seen]
     changed, all_lost = _write(ws, backend, answers)
@@ -207,10 +201,9 @@ def _handles(ws: Workspace, jobs: Sequence[JobRecord]) -> dict[str, Handle]:
     from orc.launchers.backends.base import Handle
 
     handles = {job.id: Handle.from_dict(job.attempt.handle) for job in jobs if job.attempt and job.attempt.handle}
-    for job_id, spec in ws.ledger.specs([job_id for job_id in handles if job_id not in ws.nodes]):
-        nodes = spec.get("resources", {}).get("nodes", 1)
-        ws.nodes[job_id] = int(str(nodes).rpartition(":")[2])
-    return {job_id: replace(handle, nodes=ws.nodes[job_id]) for job_id, handle in handles.items()}
+    for job_id, spec in ws.ledger.specs([job_id for job_id in handles if job_id not in ws.sizes]):
+        ws.sizes[job_id] = JobSize.of(spec)
+    return {job_id: replace(handle, nodes=ws.sizes[job_id].nodes) for job_id, handle in handles.items()}
 
 
 def _seen(
@@ -357,10 +350,8 @@ def _advance(ws: Workspace, backend: Backend, job_id: str, handle: Handle, repor
             last_reason = seen.reason
     except LedgerError:
         raise
-    except LaunchError as error:
-        note_unreachable(ws, job.cluster, [job], error.what, report)
     except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
-        note_unreachable(ws, job.cluster, [job], f"{type(error).__name__}: {error}", report)
+        note_unreachable(ws, job.cluster, [job], what_of(error), report)
     finally:
         ws.give_back(job_id)
 

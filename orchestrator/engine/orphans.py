@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.engine.writing import apply
+from orc.orchestrator.engine.writing import apply, what_of
 from orc.orchestrator.ledger import orphans as rows
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
@@ -101,11 +101,8 @@ def end_due(ws: Workspace, report: PassReport, cluster: str | None = None) -> No
             _look(ws, copy)
         except LedgerError:
             raise
-        except LaunchError as error:
-            report.unreachable.setdefault(copy.cluster, error.what)
-            _look_in_vain(ws, copy)
         except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
-            report.unreachable.setdefault(copy.cluster, f"{type(error).__name__}: {error}")
+            report.unreachable.setdefault(copy.cluster, what_of(error))
             _look_in_vain(ws, copy)
 
 

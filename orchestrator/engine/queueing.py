@@ -17,7 +17,6 @@ So use never outweighs more than half a day of waiting, and with one user nothin
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
 from collections import Counter
@@ -188,16 +187,9 @@ def read_head_starts(ws: Workspace, tx: Transaction, cluster: str) -> Mapping[st
             "WHERE j.cluster = :c AND a.started_at IS NOT NULL AND (a.ended_at IS NULL OR a.ended_at > :since)",
             {"c": cluster, "since": tx.now - _LOOK_BACK_S},
         )
-        uses = [Use(owner, _slots(ws, tx, job), began, ended or tx.now) for job, owner, began, ended in rows]
+        sizes = {job: ws.size_of(tx.connection, job) for job, *_ in rows}
+        slots = {job: size.gpus or size.ranks for job, size in sizes.items()}
+        uses = [Use(owner, slots[job], began, ended or tx.now) for job, owner, began, ended in rows]
         found = head_starts(uses, waiting, tx.now)
     ws.head_starts[cluster] = (tx.now, found)
     return found
-
-
-def _slots(ws: Workspace, tx: Transaction, job: str) -> int:
-    if job not in ws.slots:
-        ((text,),) = tx.connection.tuples("SELECT spec FROM jobs WHERE id = :id", {"id": job})
-        resources = json.loads(text).get("resources", {})
-        each = resources.get("gpus_per_node") or resources.get("procs_per_node") or 1
-        ws.slots[job] = int(str(resources.get("nodes", 1)).rpartition(":")[2]) * int(each)
-    return ws.slots[job]

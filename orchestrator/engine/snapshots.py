@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,13 +12,14 @@ from orc.launchers.environments.rendering import environment_of
 from orc.launchers.errors import SpecError
 from orc.launchers.snapshot.listing import patterns_of
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
-from orc.launchers.snapshot.scan import Bundle, ScanWatch
+from orc.launchers.snapshot.scan import Bundle, ScanWatch, scan
 
 DEFAULT_LIMIT = 2 * 1000**3
 LIMIT_VARIABLE = "ORC_SNAPSHOT_LIMIT"
 
 
 if TYPE_CHECKING:
+    from orc.launchers.findings import Finding
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.snapshot.scan import SourceTree
     from orc.launchers.spec import JobSpec, LoadedJob
@@ -72,6 +74,20 @@ def take_code(store: ContentStore, loaded: LoadedJob, progress: Progress, backen
         )
     check_script(loaded.spec, code.bundle)
     return code.bundle
+
+
+def look(
+    loaded: LoadedJob, backend: Destination, cache: Path | None, state_dir: Path
+) -> tuple[Snapshot, Sequence[Finding]]:
+    """Return the snapshot that *loaded* would have, and findings about its code; nothing is stored.
+
+    Raises `BundleError`, `SpecError`.
+    """
+    code = scan(loaded.workdir, code_exclude(loaded, backend), cache=cache, skip=(state_dir,))
+    check_script(loaded.spec, code.bundle)
+    environment = environment_tree(loaded, backend.cluster, cache)
+    runtime = runtime_bundle(cache=cache).bundle
+    return Snapshot(code.bundle, runtime, environment.bundle if environment else None), code.findings
 
 
 def size_limit(job: JobSpec) -> int:

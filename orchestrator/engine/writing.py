@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:
-    from orc.launchers.errors import LaunchError
     from orc.orchestrator.ledger.transaction import Transaction
 
 
@@ -76,6 +76,11 @@ def write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, JobUpdate]]) -> 
             done = tx.record_all(wanted[start : start + _JOBS_PER_TRANSACTION])
         written.update((job.id, job) for job in done)
     return written
+
+
+def what_of(error: Exception) -> str:
+    """Return the text of an error for a job's reason; of a defect with its class."""
+    return error.what if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
 
 
 def note_unreachable(ws: Workspace, cluster: str, jobs: Sequence[JobRecord], what: str, report: PassReport) -> None:

@@ -11,7 +11,7 @@ import heapq
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from orc.launchers.attempts.logs import LogChunk, LogSelector
+from orc.launchers.attempts.records import LogChunk, LogSelector
 
 UNKNOWN = float("-inf")  # the time of lines before the first that has one
 LONGEST = 1 << 20  # bytes of a line; what is longer is taken for several: memory stays flat

@@ -10,9 +10,15 @@ from typing import Any, NamedTuple
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger.database import Connection, batches, one_of
-from orc.orchestrator.ledger.job_size import nodes_and_gpus, share_done
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
-from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
+from orc.orchestrator.ledger.records import (
+    AttemptRecord,
+    EventRecord,
+    JobRecord,
+    JobSize,
+    Reservation,
+    share_done,
+)
 
 _JOB_COLUMNS = JobRecord.COLUMNS.split(", ")
 _COLUMNS = ", ".join([*(f"j.{c}" for c in _JOB_COLUMNS), *(f"a.{c}" for c in AttemptRecord.COLUMNS.split(", "))])
@@ -183,7 +189,8 @@ def read_rows(
     for row in rows:
         hosts, started_at, progress = attempts.get(row[0], ((), None, {}))
         spec = specs.get(row[0], {})
-        latest = (started_at, *nodes_and_gpus(spec), progress, share_done(spec, progress))
+        size = JobSize.of(spec)
+        latest = (started_at, size.nodes, size.gpus, progress, share_done(spec, progress))
         found.append((*row[:10], hosts, tags.get(row[0], none), seen.get(row[0]), *row[10:], *latest))
     return found
 

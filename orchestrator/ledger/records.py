@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -227,3 +227,69 @@ class JobUpdate:
 
     def __bool__(self) -> bool:
         return bool(self.events or self.job_set or self.attempt_set)
+
+
+# What scripts call the length of a training, as the job file passes it on.
+_STEPS = ("max_steps", "total_steps", "num_steps", "max_train_steps", "train_steps", "steps")
+_EPOCHS = ("epochs", "num_epochs", "max_epochs", "num_train_epochs", "train_epochs")
+
+
+class JobSize(NamedTuple):
+    """Size of a job by its specification: the most that it takes where it is elastic."""
+
+    nodes: int
+    gpus_per_node: int
+    ranks_per_node: int
+
+    @classmethod
+    def of(cls, spec: Mapping[str, Any]) -> JobSize:
+        """Return the size that *spec* requests."""
+        resources = spec.get("resources") or {}
+        nodes, gpus = int(str(resources.get("nodes", 1)).rpartition(":")[2]), int(resources.get("gpus_per_node") or 0)
+        return cls(nodes, gpus, int(resources.get("procs_per_node") or gpus or 1))
+
+    @property
+    def gpus(self) -> int:
+        """GPUs on all nodes."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def ranks(self) -> int:
+        """Processes on all nodes."""
+        return self.nodes * self.ranks_per_node
+
+
+def share_done(spec: Mapping[str, Any], progress: Mapping[str, Any]) -> float | None:
+    """Return the share of the training that *progress* is, between 0 and 1; `None` where its end is not known.
+
+    The end is what the arguments of the program say: steps (``--max-steps 1000``), or else epochs (``epochs: 12``).
+    """
+    step, epoch = progress.get("step"), progress.get("epoch")
+    lengths: dict[str, float] = {}
+    for name, value in _numbers(spec.get("args") or ()):
+        lengths.setdefault(name, value)
+    for name in _STEPS:
+        if lengths.get(name, 0) > 0 and isinstance(step, (int, float)):
+            return min(max(step / lengths[name], 0.0), 1.0)
+    for name in _EPOCHS:
+        if lengths.get(name, 0) > 0 and isinstance(epoch, (int, float)):
+            samples, length = progress.get("samples"), progress.get("of")
+            known = isinstance(samples, (int, float)) and isinstance(length, (int, float)) and length > 0
+            part = min(samples / length, 1.0) if known else 0.0  # type: ignore[operator]
+            return min(max((epoch + part) / lengths[name], 0.0), 1.0)
+    return None
+
+
+def _numbers(args: Any) -> Iterator[tuple[str, float]]:
+    """Yield the flags of *args* that have a number, by their names with underscores."""
+    words = [str(word) for word in args]
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        name, separator, value = word.partition("=")
+        if not name.startswith("-"):
+            name = f"--{name}" if separator else ""  # `lr=0.1`, as Hydra takes it
+        try:
+            number = float(value if separator else following)
+        except ValueError:
+            continue
+        if name and number == number:
+            yield name.lstrip("-").replace("-", "_"), number

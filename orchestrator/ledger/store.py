@@ -68,6 +68,17 @@ class Ledger:
         with self.database.read() as connection:
             return bool(connection.tuples(f"SELECT 1 FROM jobs j WHERE {condition} LIMIT 1", parameters))  # noqa: S608
 
+    def any_due(self) -> bool:
+        """Return True when there is work without a live job: a message, the look for an orphan, a schedule."""
+        with self.database.read() as connection:
+            return bool(
+                connection.tuples(
+                    "SELECT 1 FROM notifications WHERE state = 'due' AND next_at <= :now UNION ALL "
+                    "SELECT 1 FROM late_copies UNION ALL SELECT 1 FROM schedules WHERE enabled = :yes LIMIT 1",
+                    {"now": self._clock(), "yes": True},
+                )
+            )
+
     def _select(
         self, job_ids: Sequence[str] | None, *, active_only: bool, cluster: str | None = None
     ) -> list[JobRecord]:

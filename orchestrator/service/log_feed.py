@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import anyio
 import anyio.to_thread
 
-from orc.launchers.attempts.logs import LogSelector
+from orc.launchers.attempts.records import LogSelector
 from orc.launchers.errors import LaunchError
 from orc.launchers.remote.files import read_range
 from orc.orchestrator.client import Client

@@ -297,8 +297,8 @@ def agents(sizes: tuple[int, ...] = (128, 512, 1000), watched_s: float = 20.0) -
 
 def verdict(sizes: tuple[int, ...] = (100, 300, 1000), ranks: int = 8) -> list[Row]:
     """The records and logs of an attempt whose rank in the middle failed first, all others because of it."""
-    from orc.launchers.attempts.logs import LogSelector
     from orc.launchers.attempts.reader import log_selectors, read_attempts, read_log
+    from orc.launchers.attempts.records import LogSelector
     from orc.launchers.remote.transport import LocalTransport
 
     class Counting(LocalTransport):

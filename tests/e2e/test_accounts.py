@@ -18,7 +18,7 @@ from hosts_testbed import HostsTestbed
 from login_node import LoginNode
 from slurm_testbed import SlurmTestbed, eventually
 
-from orc.launchers.attempts.logs import LogSelector
+from orc.launchers.attempts.records import LogSelector
 from orc.launchers.snapshot.gc import GcReport, GcRequest
 from orc.launchers.spec import load_job
 from orc.launchers.spec.groups import load_jobs

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from orc.launchers.backends.ssh.hosts import HostConnections
-    from orc.launchers.backends.ssh.status import HostStatus
+    from orc.launchers.backends.ssh.verdict import HostStatus
     from orc.launchers.ids import AttemptId
     from orc.launchers.remote.transport import Transport
     from orc.launchers.spec import JobSpec
@@ -204,8 +204,7 @@ class SshBackend(Backend):
 
     def poll(self, handles: Sequence[Handle]) -> dict[Handle, Observation]:
         """Poll all hosts at once, in one round trip each for all attempts; those that do not answer are tolerated."""
-        from orc.launchers.backends.ssh.status import merge_records, nodes_of
-        from orc.launchers.backends.ssh.verdict import judge
+        from orc.launchers.backends.ssh.verdict import judge, merge_records, nodes_of
 
         if not handles:
             return {}

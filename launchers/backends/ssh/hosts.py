@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.launchers.agent.records import parse_object
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
-from orc.launchers.backends.ssh.status import HostStatus
+from orc.launchers.backends.ssh.verdict import HostStatus
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
 from orc.launchers.ids import AttemptId
 from orc.launchers.paths import Layout

@@ -64,16 +64,16 @@ def pythons(hosts: HostConnections, names: Sequence[str]) -> dict[str, str]:
 
 def _talk(hosts: HostConnections, names: Sequence[str]) -> list[Finding]:
     """Return the pairs of hosts that cannot talk; each names the host that is most likely to blame."""
-    from orc.launchers.hosts import ports
+    from orc.launchers.hosts import diagnostics
 
-    blocked, failed = ports.probe_ports({name: hosts.transport(name) for name in names}, pythons(hosts, names))
-    found = ports.find_blocked_pairs((), failed)
-    failed_hosts = ports.failed_hosts(blocked)
+    blocked, failed = diagnostics.probe_ports({name: hosts.transport(name) for name in names}, pythons(hosts, names))
+    found = diagnostics.find_blocked_pairs((), failed)
+    failed_hosts = diagnostics.failed_hosts(blocked)
     for one in blocked:
         pair = [other for other in blocked if {other.source, other.target} == {one.source, one.target}]
         if pair[0] is one:
             to_blame = next((name for name in failed_hosts if name in (one.source, one.target)), "")
-            found += [replace(finding, where=to_blame) for finding in ports.find_blocked_pairs(pair, {})]
+            found += [replace(finding, where=to_blame) for finding in diagnostics.find_blocked_pairs(pair, {})]
     return found
 
 

@@ -20,7 +20,7 @@ from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachab
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.hosts import HostConnections
-    from orc.launchers.backends.ssh.status import HostStatus
+    from orc.launchers.backends.ssh.verdict import HostStatus
     from orc.launchers.plan import Plan, PlanCommand
 
 _HELD, _BUSY, _TAKEN, _OTHER = "held", "busy", "taken", "other"

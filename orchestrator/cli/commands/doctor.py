@@ -6,14 +6,14 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.options import complete_clusters, json_option
+from orc.orchestrator.cli.options import cluster_option_for, json_option
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.display import waiting
 from orc.orchestrator.cli.ui.output import duration, echo, size, style
@@ -34,22 +34,14 @@ class Check:
     what: str
     do: str = ""
 
-    def to_dict(self) -> dict[str, str]:
-        """JSON-able form."""
-        return {"name": self.name, "level": self.level, "what": self.what, "do": self.do}
-
 
 @dataclass(frozen=True)
 class Kind:
     """Kind of cluster: whether jobs can be sent to such clusters from this machine, and what is missing."""
 
-    name: str
+    kind: str
     works: bool
     what: str
-
-    def to_dict(self) -> dict[str, str | bool]:
-        """JSON-able form."""
-        return {"kind": self.name, "works": self.works, "what": self.what}
 
 
 # Of each kind: the modules that the machine needs, and the extras of orc that bring them.
@@ -333,9 +325,7 @@ def _cluster(label: str, findings: list[Finding]) -> Iterator[Check]:
 
 @click.command("doctor")
 @click.option("--deep", is_flag=True, help="Read all snapshots and compare them with their digests.")
-@click.option(
-    "--cluster", metavar="NAME", shell_complete=complete_clusters, help="Examine this cluster's hosts instead."
-)
+@cluster_option_for("Examine this cluster's hosts instead.")
 @click.option("--network/--no-network", default=True, help="With --cluster: try every pair and an all-reduce.")
 @click.option("--all", "every", is_flag=True, help="Show every check, also those without a finding.")
 @click.option("--exclude-bad", is_flag=True, help="With --cluster: keep jobs off the hosts found bad.")
@@ -358,10 +348,10 @@ def command(deep: bool, cluster: str | None, network: bool, every: bool, exclude
         found = list(checks(deep))
     failed = any(check.level == "error" for check in found)
     if as_json:
-        told = [kind.to_dict() for kind in kinds()]
-        output.echo_json({"ok": not failed, "kinds": told, "checks": [check.to_dict() for check in found]})
+        told = [asdict(kind) for kind in kinds()]
+        output.echo_json({"ok": not failed, "kinds": told, "checks": [asdict(check) for check in found]})
         return int(failed)
-    lines = [(kind.name, _answer("works" if kind.works else "missing"), kind.what) for kind in kinds()]
+    lines = [(kind.kind, _answer("works" if kind.works else "missing"), kind.what) for kind in kinds()]
     echo(output.table(("KIND", "HERE", "CLUSTERS"), lines))
     # The line of its kind says that torch is missing; for clusters elsewhere it need not be here.
     wrong = [check for check in found if check.level in ("warning", "error") and check.name != "torch"]

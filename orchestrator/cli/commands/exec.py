@@ -14,6 +14,7 @@ from orc.orchestrator.cli.options import job_argument
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui.display import waiting
 from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.ledger.records import JobSize
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import NodeEntry
@@ -51,8 +52,7 @@ def pick(client: JobsClient, job: str, entries: Sequence[NodeEntry], node: int |
     """Return the node that is meant. Raises `LaunchError` when the job has no such one."""
     number = node or 0
     if rank is not None:
-        resources = client.job(client.resolve(job)).spec["resources"]
-        number = rank // int(resources.get("procs_per_node") or resources.get("gpus_per_node") or 1)
+        number = rank // JobSize.of(client.job(client.resolve(job)).spec).ranks_per_node
     if number >= len(entries):
         what = f"rank {rank}" if rank is not None else f"node {number}"
         raise LaunchError(f"there is no {what}", where=job, hint=f"the attempt has {len(entries)} nodes")

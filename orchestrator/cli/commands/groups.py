@@ -9,11 +9,11 @@ import click
 
 from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.cli.exit_codes import of_states
-from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option
+from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option, yes_option
 from orc.orchestrator.cli.session import check_jobs, open_client
 from orc.orchestrator.cli.session import refresh as ask_clusters
 from orc.orchestrator.cli.ui.display import submission_progress, waiting
-from orc.orchestrator.cli.ui.output import clock, echo, echo_json, echo_result, state, table
+from orc.orchestrator.cli.ui.output import clock, echo, echo_json, echo_result, listing, state, table
 
 if TYPE_CHECKING:
     from orc.launchers.spec.groups import LoadedGroup, Member
@@ -90,7 +90,7 @@ def group_command(kind: str, what: str) -> click.Group:
     @cluster_option
     @set_option
     @click.option("--max-parallel", type=click.IntRange(1), metavar="N", help="Run N jobs at a time.")
-    @click.option("-y", "--yes", is_flag=True, help="Send a large snapshot without asking.")
+    @yes_option
     @json_option
     def submit(
         job_file: str,
@@ -114,14 +114,12 @@ def group_command(kind: str, what: str) -> click.Group:
     @json_option
     def list_(limit: int, as_json: bool) -> None:
         found = open_client().groups(kinds=(kind,), limit=limit)
-        if as_json:
-            echo_json({"groups": [view.to_dict() for view in found]})
-            return
         rows = [
             (v.id, v.name, str(len(v.members)), ", ".join(f"{n} {s}" for s, n in v.counts.items()), clock(v.created_at))
             for v in found
         ]
-        echo(table(("ID", "NAME", "JOBS", "STATES", "CREATED"), rows))
+        header = ("ID", "NAME", "JOBS", "STATES", "CREATED")
+        listing(as_json, {"groups": [view.to_dict() for view in found]}, header, rows)
 
     @command.command("status", help="Show each job of the group: its values, its state and its newest metrics.")
     @argument

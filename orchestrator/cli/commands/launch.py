@@ -307,7 +307,7 @@ def submit_and_follow(launched: JobOfLaunch, *, as_json: bool) -> int:
     """
     from orc.launchers.spec.load import validate
     from orc.launchers.spec.source import Document
-    from orc.orchestrator.cli.commands.submit import run
+    from orc.orchestrator.cli.commands.submit import Following, run
     from orc.orchestrator.cli.session import open_ledger
     from orc.orchestrator.engine.validation import check_document
 
@@ -318,14 +318,8 @@ def submit_and_follow(launched: JobOfLaunch, *, as_json: bool) -> int:
         echo(f"orc launch: {note.key}: {note.text}", err=True)
     _write_down(launched)
     loaded = check_document(document, launched.directory / "orc-launch")
-    return run(
-        client,
-        lambda on_progress: client.submit(loaded, on_progress=on_progress),
-        following=True,
-        ranks=(),
-        all_ranks=True,
-        as_json=as_json,
-    )
+    everything = Following(wanted=True, all_ranks=True)
+    return run(client, lambda told: client.submit(loaded, on_progress=told), everything, as_json=as_json)
 
 
 def _write_down(launched: JobOfLaunch) -> None:
@@ -334,7 +328,7 @@ def _write_down(launched: JobOfLaunch) -> None:
 
     from orc.launchers.paths import clusters_file
     from orc.launchers.spec.clusters import read_clusters
-    from orc.orchestrator.cli.commands.discover import append
+    from orc.orchestrator.cli.commands.clusters import append
 
     file = clusters_file()
     if launched.name in read_clusters()[0]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orc.orchestrator.cli.options import filter_options, output_options, tag_pairs
+from orc.orchestrator.cli.options import filter_options, limit_option, output_options, tag_pairs
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui import jobtext, output
 from orc.orchestrator.cli.ui.display import waiting
@@ -24,7 +24,7 @@ INTERVAL_S = 2.0
 
 @click.command("list")
 @filter_options()
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Largest number of lines.")
+@limit_option
 @click.option("-w", "--watch", "watching", is_flag=True, help="Show it again whenever it changes, until Ctrl-C.")
 @click.option("--refresh/--no-refresh", default=True, help="Ask the clusters about old states, for at most 2 s.")
 @output_options("json", "yaml", "wide", "name")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orc.launchers.attempts.logs import LogChunk, LogSelector
+from orc.launchers.attempts.records import LogChunk, LogSelector
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import MOMENT, json_option, newest_job_argument
 from orc.orchestrator.cli.session import open_client
@@ -20,7 +20,7 @@ from orc.orchestrator.insight.log_times import LONGEST, NEAR, TIME, UNKNOWN, Clo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from orc.launchers.attempts.logs import LogSelector
+    from orc.launchers.attempts.records import LogSelector
     from orc.orchestrator.cli.ui.tail import Sink
     from orc.orchestrator.clients.surface import JobsClient
     from orc.orchestrator.views import JobView
@@ -66,8 +66,7 @@ def command(
 
     With --json each line of output is {"attempt", "rank", "node", "offset", "end", "text"}.
     """
-    from orc.orchestrator.cli.ui.follow import follow
-    from orc.orchestrator.cli.ui.tail import Cursor, JsonSink, PlainSink, PrefixSink, Selection
+    from orc.orchestrator.cli.ui.tail import Cursor, JsonSink, PlainSink, PrefixSink, Selection, follow
 
     client = open_client()
     job_id = client.resolve(job)

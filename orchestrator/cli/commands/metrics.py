@@ -147,7 +147,7 @@ def _growth(client: JobsClient, job_id: str, reader: MetricsReader) -> Iterator[
     """Print the measurements from now on, until the job has ended."""
     import time
 
-    from orc.orchestrator.cli.ui.follow import Watch
+    from orc.orchestrator.cli.ui.tail import Watch
 
     watch = Watch(client, job_id)
     while True:

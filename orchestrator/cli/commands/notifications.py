@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.options import json_option, output_options
+from orc.orchestrator.cli.options import json_option, limit_option, output_options
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui import jobtext, output
 from orc.orchestrator.cli.ui.display import waiting
-from orc.orchestrator.cli.ui.output import echo, echo_result
+from orc.orchestrator.cli.ui.output import echo_result
 
 if TYPE_CHECKING:
     from orc.orchestrator.views import NotificationView
@@ -31,20 +31,15 @@ def command() -> None:
     type=click.Choice(["due", "sent", "dead"]),
     help="Only in this state. May be repeated.",
 )
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Largest number of lines.")
+@limit_option
 @output_options("json", "yaml")
 def list_command(job: str | None, states: tuple[str, ...], limit: int, form: str | None) -> None:
     """List notifications, newest first: due, sent, and given up with the reason."""
     client = open_client()
     found = client.notifications(job_id=client.resolve(job) if job else None, states=states, limit=limit)
-    if output.document({"notifications": [one.to_dict() for one in found]}, form):
-        return
-    if not found:
-        echo("no notifications", err=True)
-        return
-    echo(
-        output.table(["ID", "JOB", "EVENT", "TARGET", "STATE", "TRIES", "NEXT", "ERROR"], [_row(one) for one in found])
-    )
+    told = {"notifications": [one.to_dict() for one in found]}
+    header = ("ID", "JOB", "EVENT", "TARGET", "STATE", "TRIES", "NEXT", "ERROR")
+    output.listing(form, told, header, [_row(one) for one in found], "no notifications")
 
 
 def _row(one: NotificationView) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.options import AGE, complete_clusters, json_option
+from orc.orchestrator.cli.options import AGE, cluster_option_for, json_option
 from orc.orchestrator.cli.session import open_ledger
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.display import waiting
@@ -28,12 +28,7 @@ _WHY = {
 
 
 @click.command("prune")
-@click.option(
-    "--cluster",
-    metavar="NAME",
-    shell_complete=complete_clusters,
-    help="This cluster. [default: all that can be pruned]",
-)
+@cluster_option_for("This cluster. [default: all that can be pruned]")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted; delete nothing.")
 @click.option("--kept", is_flag=True, help="Also delete what was kept on purpose (on_finish: keep, idle).")
 @click.option(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.options import complete_clusters, output_options
+from orc.orchestrator.cli.options import cluster_option_for, output_options
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.display import waiting
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command("queue")
-@click.option(
-    "--cluster", metavar="NAME", shell_complete=complete_clusters, help="This cluster. [default: all with a queue]"
-)
+@cluster_option_for("This cluster. [default: all with a queue]")
 @output_options("json", "yaml")
 def command(cluster: str | None, form: str | None) -> int:
     """Show the queues of clusters: partitions, and of our jobs the reason why they wait and the expected start.

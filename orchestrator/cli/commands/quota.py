@@ -8,8 +8,7 @@ import click
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import json_option
-from orc.orchestrator.cli.ui import output
-from orc.orchestrator.cli.ui.output import echo, echo_result
+from orc.orchestrator.cli.ui.output import echo_result, listing
 
 if TYPE_CHECKING:
     from orc.orchestrator.workspace import Workspace
@@ -68,13 +67,9 @@ def list_command(as_json: bool) -> None:
     from orc.orchestrator.engine.limits import use_of_quotas
 
     found = use_of_quotas(_workspace())
-    if as_json:
-        output.echo_json({"quotas": [{**quota._asdict(), "used": used} for quota, used in found]})
-    elif not found:
-        echo("no quotas", err=True)
-    else:
-        rows = [(q.scope, q.name, q.resource, f"{used:.10g}", f"{q.amount:g}") for q, used in found]
-        echo(output.table(("SCOPE", "NAME", "RESOURCE", "USED", "QUOTA"), rows))
+    rows = [(q.scope, q.name, q.resource, f"{used:.10g}", f"{q.amount:g}") for q, used in found]
+    told = {"quotas": [{**quota._asdict(), "used": used} for quota, used in found]}
+    listing(as_json, told, ("SCOPE", "NAME", "RESOURCE", "USED", "QUOTA"), rows, "no quotas")
 
 
 def _named(user: str | None, project: str | None) -> tuple[str, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import click
 
-from orc.orchestrator.cli.commands.submit import follow_options, reconciler_option, run
+from orc.orchestrator.cli.commands.submit import Following, follow_options, reconciler_option, run
 from orc.orchestrator.cli.options import job_argument, json_option, set_option
 from orc.orchestrator.cli.session import open_client
 
@@ -15,16 +17,7 @@ from orc.orchestrator.cli.session import open_client
 @follow_options
 @reconciler_option
 @json_option
-def command(
-    job: str,
-    overrides: tuple[str, ...],
-    following: bool,
-    ranks: tuple[int, ...],
-    all_ranks: bool,
-    bell: bool,
-    reconciler: bool,
-    as_json: bool,
-) -> int:
+def command(job: str, overrides: tuple[str, ...], follow: Following, reconciler: bool, as_json: bool) -> int:
     """Run JOB again as a new job, from the same code snapshot and specification, as changed with --set.
 
     For a sweep, an array or a pipeline, submit the unsuccessful jobs once more.
@@ -33,16 +26,9 @@ def command(
     if "-" in job and client.jobs(group=job, limit=1):
         from orc.orchestrator.cli.commands.groups import retry_group
 
-        if overrides or following:
+        if overrides or follow.wanted:
             raise click.UsageError("--set and --follow are for one job", click.get_current_context())
         return retry_group(job, as_json=as_json)
     job_id = client.resolve(job)
-    return run(
-        client,
-        lambda on_progress: client.resubmit(job_id, overrides=overrides, on_progress=on_progress),
-        following=following,
-        ranks=ranks,
-        all_ranks=all_ranks,
-        bell=bell,
-        as_json=as_json,
-    )
+    resubmit = functools.partial(client.resubmit, job_id, overrides=overrides)
+    return run(client, lambda told: resubmit(on_progress=told), follow, as_json=as_json)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option
+from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option, yes_option
 from orc.orchestrator.cli.session import check_job, open_client
 from orc.orchestrator.cli.ui.display import submission_progress
-from orc.orchestrator.cli.ui.output import echo, echo_json, echo_result, table
+from orc.orchestrator.cli.ui.output import echo, echo_json, echo_result, listing
 
 if TYPE_CHECKING:
     from orc.orchestrator.views import ScheduleView
@@ -37,7 +37,7 @@ def command() -> None:
     "--overlap", type=click.Choice(["allow", "skip"]), default="skip", show_default=True,
     help="If the last job has not ended at a time: skip the time, or submit another job.",
 )  # fmt: skip
-@click.option("-y", "--yes", is_flag=True, help="Send a large snapshot without asking.")
+@yes_option
 @json_option
 def create(
     cron: str,
@@ -71,11 +71,9 @@ def create(
 def list_(as_json: bool) -> None:
     """List the schedules: when each is due next, and its last job."""
     found = open_client().schedules()
-    if as_json:
-        echo_json({"schedules": [view.to_dict() for view in found]})
-        return
     rows = [(v.id, v.name, v.cron, v.timezone, _next(v), v.missed, v.overlap, v.last_job or "-") for v in found]
-    echo(table(("ID", "NAME", "CRON", "TIME ZONE", "NEXT", "MISSED", "OVERLAP", "LAST JOB"), rows))
+    header = ("ID", "NAME", "CRON", "TIME ZONE", "NEXT", "MISSED", "OVERLAP", "LAST JOB")
+    listing(as_json, {"schedules": [view.to_dict() for view in found]}, header, rows)
 
 
 @command.command("pause")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.exit_codes import ExitCode, of_states
-from orc.orchestrator.cli.options import cluster_option, job_file_here, json_option, set_option, together
+from orc.orchestrator.cli.options import cluster_option, job_file_here, json_option, set_option, together, yes_option
 from orc.orchestrator.cli.session import check_jobs, open_client
 from orc.orchestrator.cli.ui import jobtext
 from orc.orchestrator.cli.ui.display import display, submission_progress
@@ -27,7 +28,16 @@ if TYPE_CHECKING:
 Submit = Callable[["Callable[[str, Mapping[str, Any]], None]"], "JobView"]
 
 
-follow_options = together(
+class Following(NamedTuple):
+    """What of a new job's output is shown, and whether the bell rings at its end."""
+
+    wanted: bool = False
+    ranks: tuple[int, ...] = ()
+    all_ranks: bool = False
+    bell: bool = False
+
+
+_follow_options = together(
     click.option("--follow", "-f", "following", is_flag=True, help="Show the job's output until it has ended."),
     click.option(
         "--rank", "ranks", type=click.IntRange(0), multiple=True, help="With --follow: show this rank. [default: 0]"
@@ -37,6 +47,21 @@ follow_options = together(
         "--bell", is_flag=True, help="With --follow: ring when the job has ended, in the terminal and on the desktop."
     ),
 )
+
+
+def follow_options(function: Callable[..., int]) -> Callable[..., int]:
+    """``--follow`` and what goes with it; the parameter is *follow*, a `Following`."""
+
+    @functools.wraps(function)
+    def command(*, following: bool, ranks: tuple[int, ...], all_ranks: bool, bell: bool, **given: Any) -> int:
+        if (ranks or all_ranks or bell) and not following:
+            raise click.UsageError("--rank, --all-ranks and --bell need --follow", click.get_current_context())
+        return function(follow=Following(following, ranks, all_ranks, bell), **given)
+
+    decorated: Callable[..., int] = _follow_options(command)
+    return decorated
+
+
 reconciler_option = click.option(
     "--reconciler/--no-reconciler",
     default=True,
@@ -56,7 +81,6 @@ group_options = together(
     click.option("--array", metavar="N", help="Submit N jobs that differ in ORC_ARRAY_TASK_ID; or indices: 0-9:3."),
     click.option("--max-parallel", type=click.IntRange(1), metavar="N", help="Run N jobs of a group at a time."),
 )
-yes_option = click.option("-y", "--yes", is_flag=True, help="Send a large snapshot without asking.")
 
 
 SCRIPT_ARGUMENTS = "orc.submit.arguments"  # of click's context: the words behind `--`
@@ -128,10 +152,7 @@ def command(
     priority: int | None,
     dry_run: bool,
     save: Path | None,
-    following: bool,
-    ranks: tuple[int, ...],
-    all_ranks: bool,
-    bell: bool,
+    follow: Following,
     reconciler: bool,
     yes: bool,
     as_json: bool,
@@ -179,21 +200,12 @@ def command(
     if isinstance(loaded, LoadedGroup):
         from orc.orchestrator.cli.commands.groups import submit_group
 
-        if following:
+        if follow.wanted:
             raise click.UsageError("--follow shows one job, and this is a group", context)
         return submit_group(loaded.after(after), reconciler=reconciler, yes=yes, as_json=as_json)
     loaded = loaded.after(after)
     client = open_client(reconciler=reconciler)
-    return run(
-        client,
-        lambda on_progress: client.submit(loaded, on_progress=on_progress),
-        following=following,
-        ranks=ranks,
-        all_ranks=all_ranks,
-        bell=bell,
-        as_json=as_json,
-        yes=yes,
-    )
+    return run(client, lambda told: client.submit(loaded, on_progress=told), follow, as_json=as_json, yes=yes)
 
 
 def _override(key: str, option: str, value: object) -> str:
@@ -245,28 +257,16 @@ def _save(text: str, file: Path) -> None:
     echo(f"wrote {file}", err=True)
 
 
-def run(
-    client: JobsClient,
-    submit: Submit,
-    *,
-    following: bool,
-    ranks: tuple[int, ...],
-    all_ranks: bool,
-    as_json: bool,
-    bell: bool = False,
-    yes: bool = False,
-) -> int:
+def run(client: JobsClient, submit: Submit, follow: Following, *, as_json: bool, yes: bool = False) -> int:
     """Submit, print the result, follow with *--follow*; return the exit status. *yes* agrees to a large snapshot."""
-    if (ranks or all_ranks or bell) and not following:
-        raise click.UsageError("--rank, --all-ranks and --bell need --follow", click.get_current_context())
     with submission_progress(silent=as_json, yes=yes) as on_progress:
         view = submit(on_progress)
-    if following:
+    if follow.wanted:
         from orc.orchestrator.cli.ui.tail import Selection
 
-        selection = Selection() if all_ranks else Selection(ranks or (0,), asked=bool(ranks))
+        selection = Selection() if follow.all_ranks else Selection(follow.ranks or (0,), asked=bool(follow.ranks))
         view = _follow(client, view, selection, as_json)
-        if bell:
+        if follow.bell:
             from orc.orchestrator.cli.ui.display import ring
 
             ring("orc", [jobtext.headline(view)])
@@ -285,8 +285,7 @@ def run(
 
 def _follow(client: JobsClient, view: JobView, selection: Selection, as_json: bool) -> JobView:
     """Return the job's output on stdout, with --json on stderr; Ctrl-C leaves the job alone."""
-    from orc.orchestrator.cli.ui.follow import conclusion, follow
-    from orc.orchestrator.cli.ui.tail import Cursor, PlainSink, PrefixSink
+    from orc.orchestrator.cli.ui.tail import Cursor, PlainSink, PrefixSink, conclusion, follow
 
     stream = sys.stderr.buffer if as_json else sys.stdout.buffer
     sink = PlainSink(stream) if selection.single(view.spec) else PrefixSink(stream)

@@ -87,8 +87,7 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
 def _bundles(client: Client, loaded: LoadedJob | None, backend: Backend, explain: bool) -> dict[str, Bundle]:
     """Return the trees that have to be there, by name; stored here unless they are only compared."""
     from orc.launchers.snapshot.runtime_tree import runtime_bundle
-    from orc.launchers.snapshot.scan import scan
-    from orc.orchestrator.engine.snapshots import check_script, code_exclude, environment_tree, take
+    from orc.orchestrator.engine.snapshots import look, take
 
     store = client.workspace.store
     if loaded is None:
@@ -96,12 +95,7 @@ def _bundles(client: Client, loaded: LoadedJob | None, backend: Backend, explain
         return {"runtime": runtime.bundle if explain else store.ingest(runtime)}
     if not explain:
         return _named(take(store, loaded, lambda *_: None, backend))
-    skip = (client.workspace.state_dir,)
-    code = scan(loaded.workdir, code_exclude(loaded, backend), cache=store.scan_cache, skip=skip)
-    check_script(loaded.spec, code.bundle)
-    found = {"code": code.bundle, "runtime": runtime_bundle(cache=store.scan_cache).bundle}
-    environment = environment_tree(loaded, backend.cluster, store.scan_cache)
-    return {**found, "environment": environment.bundle} if environment else found
+    return _named(look(loaded, backend, store.scan_cache, client.workspace.state_dir)[0])
 
 
 def _named(snapshot: Snapshot) -> dict[str, Bundle]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.orchestrator.cli.exit_codes import of_states
-from orc.orchestrator.cli.options import EITHER_SPELLING, complete_clusters, json_option
+from orc.orchestrator.cli.options import EITHER_SPELLING, cluster_option_for, json_option
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui.display import display, submission_progress
 from orc.orchestrator.cli.ui.output import echo, echo_json, stdout_to_stderr
@@ -29,7 +29,7 @@ TIMEOUT_S = 180  # of a collective: a machine that hangs is to say so
 @click.option(
     "--config-file", type=click.Path(path_type=Path), metavar="FILE", help="Processes and device of an Accelerate file."
 )
-@click.option("--cluster", metavar="NAME", shell_complete=complete_clusters, help="Test a cluster, by a job.")
+@cluster_option_for("Test a cluster, by a job.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="With --cluster: nodes.")
 @click.option("--gpus", type=click.IntRange(0), default=0, show_default=True, help="With --cluster: GPUs per node.")
 @json_option
@@ -87,8 +87,7 @@ def _here(nproc: int | None, cpu: bool, as_json: bool) -> int:
 
 def _on_cluster(cluster: str, nproc: int, nodes: int, gpus: int, cpu: bool, as_json: bool) -> int:
     from orc.launchers.spec import load_job
-    from orc.orchestrator.cli.ui.follow import conclusion, follow
-    from orc.orchestrator.cli.ui.tail import Cursor, PlainSink, Selection
+    from orc.orchestrator.cli.ui.tail import Cursor, PlainSink, Selection, conclusion, follow
 
     job = {
         "name": "orc-test",

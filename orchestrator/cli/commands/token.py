@@ -81,12 +81,6 @@ def list_command(as_json: bool) -> None:
     from orc.orchestrator.api.access import list_tokens
 
     found = list_tokens(_client().session).to_dict()["tokens"]
-    if as_json:
-        output.echo_json({"tokens": found})
-        return
-    if not found:
-        echo("no tokens", err=True)
-        return
 
     def when(at: float | None) -> str:
         return "-" if at is None else output.clock(at)
@@ -100,7 +94,8 @@ def list_command(as_json: bool) -> None:
         )
         for one in found
     ]
-    echo(output.table(("TOKEN", "USER", "ROLE", "STATE", "CREATED", "EXPIRES", "USED", "NOTE"), rows))
+    header = ("TOKEN", "USER", "ROLE", "STATE", "CREATED", "EXPIRES", "USED", "NOTE")
+    output.listing(as_json, {"tokens": found}, header, rows, "no tokens")
 
 
 @command.command("revoke")

@@ -12,7 +12,7 @@ import click
 
 from orc.launchers.errors import BackendError, LaunchError, SpecError
 from orc.orchestrator.cli.commands.hosts import run_and_report
-from orc.orchestrator.cli.options import EITHER_SPELLING, SECONDS, complete_clusters, json_option
+from orc.orchestrator.cli.options import EITHER_SPELLING, SECONDS, cluster_option_for, json_option
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.output import echo
 
@@ -27,9 +27,7 @@ _WHEELS = "~/.cache/orc/wheels"  # on a worker
 
 
 @click.command("tpu-config", context_settings=EITHER_SPELLING)
-@click.option(
-    "--cluster", metavar="NAME", shell_complete=complete_clusters, help="Cluster of kind tpu. [default: the only one]"
-)
+@cluster_option_for("Cluster of kind tpu. [default: the only one]")
 @click.option("--tpu-name", metavar="NAME", help="Name of the TPU. [default: `name` of the cluster]")
 @click.option("--tpu-zone", metavar="ZONE", help="Zone of the TPU. [default: the zones of the cluster]")
 @click.option("--command", "commands", multiple=True, metavar="TEXT", help="A command to run. May be repeated.")

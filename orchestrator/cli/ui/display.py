@@ -17,9 +17,10 @@ import click
 
 from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import SpecError
+from orc.launchers.findings import Finding
 from orc.orchestrator.cli.ui import questions
 from orc.orchestrator.cli.ui.output import clock, duration, echo, rendered, size
-from orc.orchestrator.cli.ui.reporting import block, warn
+from orc.orchestrator.cli.ui.reporting import warn
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -193,8 +194,6 @@ def describe(event: str, values: Mapping[str, Any]) -> tuple[str, str]:
 @contextmanager
 def submission_progress(*, silent: bool, yes: bool) -> Iterator[Callable[[str, Mapping[str, Any]], None]]:
     """Show a submission on stderr; yields its `on_progress`. *yes* agrees to a large snapshot."""
-    from orc.launchers.findings import Finding
-
     with display(silent=silent, quiet_s=QUIET_S) as shown:
         shown.show(READING)
 
@@ -222,7 +221,7 @@ def _agree_to_size(values: Mapping[str, Any]) -> None:
     hint = "name in .orcignore what the job does not need, or raise workdir.limit in the job file"
     if not questions.can_ask():
         raise SpecError(what, where=where, hint=f"{hint}; --yes sends it as it is")
-    echo(block({"what": what, "where": where, "do": hint}, "warning"), err=True)
+    warn(Finding("warning", what, where, hint))
     questions.ask("take a snapshot of that size")
 
 

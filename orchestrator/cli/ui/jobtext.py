@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from orc.orchestrator.cli.ui import output
+from orc.orchestrator.ledger.records import JobSize
 
 if TYPE_CHECKING:
     from orc.launchers.attempts.records import AttemptExit, RankFailure
@@ -69,9 +70,7 @@ def details(job: JobView, checkpoints: str | None = None) -> str:
 
 
 def _details(job: JobView, checkpoints: str | None, now: float) -> Iterator[str]:
-    resources = job.spec.get("resources", {})
-    nodes = resources.get("nodes", 1)
-    ranks = resources.get("procs_per_node") or resources.get("gpus_per_node") or 1
+    nodes, ranks = job.spec.get("resources", {}).get("nodes", 1), JobSize.of(job.spec).ranks_per_node
     yield f"{output.style(job.id, bold=True)}  {output.state(job.state)}" + (
         f"  {_deep(job.reason)}" if job.reason else ""
     )

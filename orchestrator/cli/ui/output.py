@@ -109,6 +109,22 @@ def document(value: Any, form: str | None) -> bool:
     return form in ("json", "yaml")
 
 
+def listing(
+    form: str | bool | None,
+    found: Mapping[str, Any],
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    none: str = "",
+) -> None:
+    """Print *found* where *form* is json (or true) or yaml; else *rows* as a table, where there are none *none*."""
+    if document(found, "json" if form is True else form or None):
+        return
+    if none and not rows:
+        echo(none, err=True)
+    else:
+        echo(table(header, rows))
+
+
 def with_iso_times(value: Any) -> Any:
     """Return *value* with a key ``..._iso`` behind every ``..._at`` and ``at`` that is seconds since the epoch."""
     if isinstance(value, Mapping):

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.launchers.errors import LaunchError
+from orc.launchers.findings import Finding
 from orc.orchestrator.cli.exit_codes import ExitCode, of_error
 from orc.orchestrator.cli.ui.output import echo, echo_json, style
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from orc.launchers.findings import Finding
 
 
 def report(error: BaseException, arguments: Sequence[str]) -> int:
@@ -71,12 +70,17 @@ def block(fields: dict[str, Any], label: str = "error") -> str:
 def warn_unreachable(unreachable: Mapping[str, str], do: str) -> None:
     """Warn about clusters that did not answer: cluster -> reason."""
     for cluster, why in unreachable.items():
-        echo(block({"what": why, "where": f"cluster {cluster}", "do": do}, "warning"), err=True)
+        warn(Finding("warning", why, f"cluster {cluster}", do))
+
+
+def finding_text(finding: Finding) -> str:
+    """Return a finding as a block like an error's."""
+    return block({"what": finding.what, "where": finding.where, "do": finding.hint}, finding.level)
 
 
 def warn(finding: Finding) -> None:
-    """Print a preflight or snapshot finding on stderr, as a block like an error's."""
-    echo(block({"what": finding.what, "where": finding.where, "do": finding.hint}, finding.level), err=True)
+    """Print a finding on stderr."""
+    echo(finding_text(finding), err=True)
 
 
 def _indent(text: str, width: int) -> str:

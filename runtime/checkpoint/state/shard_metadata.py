@@ -153,7 +153,7 @@ class _Pickle:
 
     def content(self, made: Sequence[Piece]) -> bytes:
         """Return the pickle of the object that is *made*."""
-        return b"".join((b"\x80\x03", *self._named, *made, b"."))
+        return b"".join((b"\x80\x03", *self._named, *map(bytes, made), b"."))
 
     def _dump(self, value: Any) -> bytes:
         self._buffer.seek(0)

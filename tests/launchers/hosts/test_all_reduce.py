@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from orc.launchers.errors import BackendError
-from orc.launchers.hosts import all_reduce, ports
+from orc.launchers.hosts import all_reduce, diagnostics
 from orc.launchers.hosts.all_reduce import HostSpeed
 from orc.launchers.hosts.all_reduce_probe import multiply, partner, places, reduce_together
-from orc.launchers.hosts.ports import BlockedConnection, failed_hosts, find_blocked_pairs, peers_of
+from orc.launchers.hosts.diagnostics import BlockedConnection, failed_hosts, find_blocked_pairs, peers_of
 from orc.launchers.hosts.promised_speed import between_gpus, to_other_hosts
 from orc.launchers.remote.programs import Program, source
 from orc.launchers.remote.transport import LocalTransport, Process
@@ -29,7 +29,7 @@ PYTHONS = dict.fromkeys("abc", sys.executable)
 
 
 def test_hosts_that_can_talk_are_fine() -> None:
-    assert ports.probe_ports(transports("a", "b", "c"), PYTHONS) == ([], {})
+    assert diagnostics.probe_ports(transports("a", "b", "c"), PYTHONS) == ([], {})
 
 
 def test_a_python_in_the_home_directory_is_that_of_each_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_a_python_in_the_home_directory_is_that_of_each_host(tmp_path: Path, mon
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine").symlink_to(sys.executable)
     pythons = dict.fromkeys("ab", "~/mine")
-    assert ports.probe_ports(transports("a", "b"), pythons) == ([], {})
+    assert diagnostics.probe_ports(transports("a", "b"), pythons) == ([], {})
     facts_by_host = checks.gather_facts(transports("a", "b"), dict.fromkeys("ab", str(tmp_path)), pythons)
     assert [one.error for one in facts_by_host] == [None, None]
 
@@ -59,7 +59,7 @@ class Deaf(LocalTransport):
 
 
 def test_a_host_that_nobody_reaches_is_named_with_each_peer() -> None:
-    blocked, failed = ports.probe_ports({**transports("a", "b"), "c": Deaf()}, PYTHONS)
+    blocked, failed = diagnostics.probe_ports({**transports("a", "b"), "c": Deaf()}, PYTHONS)
     assert failed == {}
     assert sorted((one.source, one.target) for one in blocked) == [("a", "c"), ("b", "c")]
     assert all("refused" in one.reason for one in blocked)
@@ -68,7 +68,7 @@ def test_a_host_that_nobody_reaches_is_named_with_each_peer() -> None:
 
 
 def test_a_host_that_cannot_be_asked_is_named() -> None:
-    blocked, failed = ports.probe_ports(transports("a", "b"), {"a": sys.executable, "b": "/no/python"})
+    blocked, failed = diagnostics.probe_ports(transports("a", "b"), {"a": sys.executable, "b": "/no/python"})
     assert (blocked, list(failed)) == ([], ["b"])
     (finding,) = find_blocked_pairs(blocked, failed)
     assert (finding.level, finding.where) == ("error", "b")

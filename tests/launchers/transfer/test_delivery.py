@@ -20,7 +20,7 @@ from orc.launchers.remote import programs
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.snapshot.scan import Bundle
-from orc.launchers.transfer import delivery, session, sync
+from orc.launchers.transfer import delivery, sync
 from orc.launchers.transfer.delivery import SyncReport, raise_first
 from orc.launchers.transfer.wire import pack_manifests, send_contents
 
@@ -256,12 +256,12 @@ def test_a_disk_that_fills_up_on_the_way_is_named(
 
 def alter_program(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     """Change one line of what runs on the hosts."""
-    receiver = session.RECEIVER
+    receiver = delivery.RECEIVER
     texts = {name: programs.source(name) for name in (receiver.module, *receiver.others)}
     assert sum(text.count(old) for text in texts.values()) == 1
     read = programs.source
     monkeypatch.setattr(programs, "source", lambda name: read(name).replace(old, new))
-    monkeypatch.setattr(session, "RECEIVER", programs.Program(receiver.module, receiver.others))
+    monkeypatch.setattr(delivery, "RECEIVER", programs.Program(receiver.module, receiver.others))
 
 
 # --- shared file systems ----------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_a_host_that_hears_nothing_more_gives_up_and_cleans_up(
     """A cut link closes no connection: the program there must notice by itself."""
     alter_program(monkeypatch, "SILENCE_S = 20.0", "SILENCE_S = 2.0")
     host = lab(1)["node1"]
-    with session.ReceiverSession(host, "node1", sys.executable) as talk:
+    with delivery.ReceiverSession(host, "node1", sys.executable) as talk:
         answer = talk.request(
             root=str(host.root), trusted="", dry_run=False, manifests=pack_manifests([code.to_dict()])
         )
@@ -374,10 +374,10 @@ def test_a_host_that_waits_for_its_turn_ends_when_the_laptop_goes_away(
 ) -> None:
     first, second = (Host(name, lab(1)["node1"].root) for name in ("first", "second"))
     request = {"trusted": "", "dry_run": False, "manifests": pack_manifests([code.to_dict()])}
-    with session.ReceiverSession(first, "first", sys.executable) as holder:
+    with delivery.ReceiverSession(first, "first", sys.executable) as holder:
         holder.request(root=str(first.root), **request)
-        with session.ReceiverSession(second, "second", sys.executable) as waiting:
-            waiting.write(session.encode_message({"root": str(second.root), **request}))
+        with delivery.ReceiverSession(second, "second", sys.executable) as waiting:
+            waiting.write(delivery.encode_message({"root": str(second.root), **request}))
             until(lambda: len(os.listdir(first.root / "store/tmp")) == 2)
         until(lambda: len(os.listdir(first.root / "store/tmp")) == 1)
     until(lambda: os.listdir(first.root / "store/tmp") == [])

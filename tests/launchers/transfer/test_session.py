@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from orc.launchers.remote.programs import full_name, source
-from orc.launchers.transfer.session import PRESENCE, RECEIVER
+from orc.launchers.transfer.delivery import PRESENCE, RECEIVER
 from orc.launchers.transfer.targets import COLLECTOR
 
 PROGRAMS = [(each.module, *each.others) for each in (PRESENCE, RECEIVER, COLLECTOR)]

@@ -316,4 +316,4 @@ def test_closed_standard_streams_do_no_harm(closed: str, orc_home: Path) -> None
 def test_each_command_has_a_file_of_its_name_or_shares_one() -> None:
     files = {path.stem for path in (Path(main.__file__).parent / "commands").glob("[a-z]*.py")}
     own = {SHARED.get(name, name).partition(":")[0].replace("-", "_") for name in COMMANDS}
-    assert files == own | {"discover"}  # `orc clusters discover`
+    assert files == own

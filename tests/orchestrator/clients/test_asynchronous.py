@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from served_ledger import Served
 
-from orc.launchers.attempts.logs import LogSelector
+from orc.launchers.attempts.records import LogSelector
 from orc.launchers.spec import LoadedJob
 from orc.launchers.spec.groups import LoadedGroup, load_jobs
 from orc.orchestrator import AsyncServiceClient, JobNotFound, ServiceClient

@@ -12,9 +12,8 @@ from served_ledger import Served
 
 from orc.launchers.backends.reports import PartitionReport, QueuedJob, QueueReport
 from orc.launchers.spec import LoadedJob
-from orc.orchestrator.api.call import CALLS, PREFIX, SAFE_METHODS
+from orc.orchestrator.api.call import CALLS, PREFIX, SAFE_METHODS, Digests, NewMember
 from orc.orchestrator.api.session import Caller
-from orc.orchestrator.api.submissions import Digests, NewMember
 from orc.orchestrator.clients.connections import Response
 from orc.orchestrator.clients.http_session import Request
 from orc.orchestrator.service.api import ROUTERS

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 from served_ledger import Served, requests_of
 
-from orc.launchers.attempts.logs import LogSelector
+from orc.launchers.attempts.records import LogSelector
 from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.spec import LoadedJob
 from orc.launchers.spec.groups import LoadedGroup, load_jobs

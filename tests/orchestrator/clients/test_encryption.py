@@ -20,8 +20,8 @@ from cryptography.x509.oid import NameOID
 from served_ledger import Served
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.api.call import Digests
 from orc.orchestrator.api.jobs import submit_job
-from orc.orchestrator.api.submissions import Digests
 from orc.orchestrator.cli.main import main
 from orc.orchestrator.clients.errors import ServiceUnreachable
 from orc.orchestrator.clients.service import ServiceClient

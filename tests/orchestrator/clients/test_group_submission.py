@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from served_ledger import Served, requests_of
 
-from orc.launchers.attempts.logs import LogSelector
+from orc.launchers.attempts.records import LogSelector
 from orc.launchers.errors import LaunchError, RenderError, SpecError
 from orc.launchers.spec import LoadedJob
 from orc.launchers.spec.groups import LoadedGroup, load_jobs

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from served_ledger import Served
 
-from orc.launchers.attempts.logs import LogSelector
+from orc.launchers.attempts.records import LogSelector
 from orc.launchers.errors import LaunchError, RenderError, SpecError
 from orc.launchers.snapshot import runtime_tree
 from orc.launchers.spec import LoadedJob
+from orc.orchestrator.api.call import Digests
 from orc.orchestrator.api.jobs import cancel_job, resubmit_job, submit_job
-from orc.orchestrator.api.submissions import Digests
 from orc.orchestrator.clients.errors import JobNotFound, NotAllowed, NotLoggedIn, SnapshotMissing
 from orc.orchestrator.clients.http_session import Request, new_key, request_of
 from orc.orchestrator.clients.service import ServiceClient

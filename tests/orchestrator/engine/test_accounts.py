@@ -12,7 +12,7 @@ import pytest
 from fake_backend import FakeBackend
 from fake_clock import Clock
 
-from orc.launchers.attempts.logs import LogSelector
+from orc.launchers.attempts.records import LogSelector
 from orc.launchers.backends.base import Handle, Phase, QueuedJob, QueueReport
 from orc.launchers.errors import BackendUnreachable, LaunchError, RenderError, SpecError
 from orc.launchers.remote.transport import LocalTransport

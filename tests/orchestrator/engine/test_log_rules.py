@@ -5,8 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from orc.launchers.attempts.logs import LogChunk, LogSelector
-from orc.launchers.attempts.records import AttemptExit, RankFailure
+from orc.launchers.attempts.records import AttemptExit, LogChunk, LogSelector, RankFailure
 from orc.launchers.backends.base import Cause, Handle, Phase
 from orc.orchestrator.engine import log_rules
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orc.launchers.attempts.logs import LogChunk, LogSelector
+from orc.launchers.attempts.records import LogChunk, LogSelector
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.api.logs import merge_logs
 from orc.orchestrator.insight.log_times import UNKNOWN, merged

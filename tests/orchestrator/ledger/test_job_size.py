@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orc.orchestrator.ledger.job_size import nodes_and_gpus, share_done
+from orc.orchestrator.ledger.records import JobSize, share_done
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,8 @@ from orc.orchestrator.ledger.job_size import nodes_and_gpus, share_done
     [({}, (1, 0)), ({"nodes": 2, "gpus_per_node": 8}, (2, 16)), ({"nodes": "2:4", "gpus_per_node": 1}, (4, 4))],
 )
 def test_an_elastic_job_counts_as_the_most_that_it_takes(resources, size):
-    assert nodes_and_gpus({"resources": resources}) == size
+    made = JobSize.of({"resources": resources})
+    assert (made.nodes, made.gpus) == size
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from fake_backend import FakeBackend
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import SpecError
 from orc.orchestrator.api import access
-from orc.orchestrator.api.submissions import Digests, NewMember
+from orc.orchestrator.api.call import Digests, NewMember
 from orc.orchestrator.api.submitting import Submitter
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine.snapshots import take

@@ -27,7 +27,7 @@ from moto.sagemaker.exceptions import ResourceInUseException, ValidationError
 from moto.server import ThreadedMotoServer
 from sagemaker_training import TERMINAL, PlatformSettings, Training
 
-from orc.launchers.backends.sagemaker.model import violations
+from orc.launchers.backends.sagemaker.rendering import violations
 
 ACCOUNT, REGION = "123456789012", "us-east-1"
 GROUP = "/aws/sagemaker/TrainingJobs"

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from orc.launchers.backends.base import Cause, Observation, Phase
-from orc.launchers.backends.ssh.status import HostStatus, merge_records, nodes_of
-from orc.launchers.backends.ssh.verdict import judge
+from orc.launchers.backends.ssh.verdict import HostStatus, judge, merge_records, nodes_of
 
 HOSTS = ("a", "b")
 PEER_TIMEOUT_S = 30.0

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from orc.launchers.attempts.logs import LogChunk, LogSelector
+from orc.launchers.attempts.records import LogChunk, LogSelector
 from orc.orchestrator.cli.commands.logs import LineFilter, copy_merged, have_times
 from orc.orchestrator.cli.ui.tail import PrefixSink
 from orc.orchestrator.insight.log_times import UNKNOWN, Clock
