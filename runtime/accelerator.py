@@ -17,6 +17,7 @@ from orc.runtime import collectives
 from orc.runtime.attributes import AcceleratorAttributes
 from orc.runtime.checkpointing import Checkpointing
 from orc.runtime.core.accumulation import Accumulation
+from orc.runtime.core.config import resolve
 from orc.runtime.core.context import current_context
 from orc.runtime.core.errors import OrcRuntimeError
 from orc.runtime.core.libraries import chosen, take_arguments
@@ -181,12 +182,12 @@ class Accelerator(AcceleratorAttributes):
             if first:
                 ctx.unconfigure()  # the next Accelerator may ask for something else
             raise
-        if first:
-            ctx.gradient.num_steps = config.gradient_accumulation_steps
-            if config.seed is not None:
-                from orc.runtime.train.seeding import set_seed
+        if first and config.seed is not None:
+            from orc.runtime.train.seeding import set_seed
 
-                set_seed(config.seed)
+            set_seed(config.seed)
+        ctx.gradient.serve(None)
+        ctx.gradient.num_steps = (config if first else resolve({}, os.environ)).gradient_accumulation_steps
         if not ctx.gradient.active:  # a loop that was left in the middle of a window is over
             ctx.gradient.sync_gradients = True
         if options.accumulation is not None:
@@ -199,13 +200,13 @@ class Accelerator(AcceleratorAttributes):
     def _assemble(self, ctx: RunContext, options: Options, precision: Precision, flattened: bool = False) -> None:
         scaler = precision.scaler(ctx.device, options.scaler, flattened=flattened)
         engine = engine_for(ctx, options, Prepared(scaler=scaler))
-        self.ctx, self._options, self._gradient = ctx, options, ctx.gradient
+        self.ctx, self._options = ctx, options
         self._engine, self._prepared = engine, engine.prepared
         self._accumulation = Accumulation(ctx.gradient, engine.no_sync if ctx.distributed else None)
         self._checkpointing = Checkpointing(engine, options)
         self._watching = Watching(engine, self._checkpointing)
         self._precision = precision
-        self._preparation = Preparation(engine, options, self.dynamo_plugin, self._watching, precision)
+        self._preparing = Preparation(engine, options, self.dynamo_plugin, self._watching, precision)
         self._trigger = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -224,6 +225,11 @@ class Accelerator(AcceleratorAttributes):
         return self
 
     # ---- preparing
+
+    @property
+    def _preparation(self) -> Preparation:
+        self._accumulation.take_over()  # DeepSpeed and Megatron-LM read how many batches make a step
+        return self._preparing
 
     prepare = of("_preparation", Preparation.prepare)
     prepare_model = of("_preparation", Preparation.prepare_model)
@@ -285,6 +291,7 @@ class Accelerator(AcceleratorAttributes):
         Raises:
             ValueError: only some batches of a window came with *normalize_by*, or it is not a number of at least 0.
         """
+        self._accumulation.take_over()
         self._engine.backward(loss, normalize_by, **kwargs)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float | None = None) -> None:
@@ -305,6 +312,7 @@ class Accelerator(AcceleratorAttributes):
         ]
         if not fused:
             raise ValueError("lomo_backward: no prepared optimizer updates during backward; use backward() and step()")
+        self._accumulation.take_over()
         self._engine.fused_backward(loss, fused, learning_rate)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:

@@ -38,10 +38,13 @@ class AcceleratorAttributes(ProcessControl):
     """The documented attributes, read from the parts of an Accelerator."""
 
     _options: Options
-    _gradient: GradientRecord
     _engine: Engine
     _prepared: Prepared
     _accumulation: Accumulation
+
+    @property
+    def _gradient(self) -> GradientRecord:
+        return self._accumulation.take_over()
 
     @property
     def state(self) -> AcceleratorState:
@@ -123,6 +126,7 @@ class AcceleratorAttributes(ProcessControl):
     @property
     def gradient_state(self) -> GradientState:
         """Accumulation and synchronisation of gradients, read-only."""
+        self._accumulation.take_over()
         return GradientState.of(self.ctx)
 
     @property

@@ -37,6 +37,8 @@ class GradientRecord:
     being iterated, innermost last. ``current`` is the loader that yielded last: it survives an iterator that was
     dropped after one batch, so that ``gather_for_metrics(next(iter(loader)))`` still knows the batch. It is not kept
     alive for that: a loader may have worker processes, which end with it.
+
+    The settings are those of one Accelerator at a time, `owner`: the one that was made or trained last.
     """
 
     num_steps: int = 1
@@ -47,6 +49,20 @@ class GradientRecord:
     active: list[PreparedLoader] = field(default_factory=list)
     _current: weakref.ref[PreparedLoader] | None = None
     _remainder: int = -1  # of the current loader's last batch
+    _owner: weakref.ref[Accumulation] | None = None
+
+    @property
+    def owner(self) -> Accumulation | None:
+        """What counts for the Accelerator whose settings these are."""
+        return None if self._owner is None else self._owner()
+
+    def serve(self, owner: Accumulation | None) -> None:
+        """Put the settings of *owner* in force, for `None` the defaults; the owner before keeps its own."""
+        if (before := self.owner) is not None:
+            before.settings = self.settings()
+        self._owner = None if owner is None else weakref.ref(owner)
+        for name, value in (GradientRecord().settings() if owner is None else owner.settings).items():
+            setattr(self, name, value)
 
     @property
     def current(self) -> PreparedLoader | None:
@@ -61,7 +77,7 @@ class GradientRecord:
             self._current, self._remainder = weakref.ref(loader), loader.remainder
 
     def follow(self, plugin: GradientAccumulationPlugin) -> None:
-        """Put the settings of *plugin* in force; all Accelerators of the process share them."""
+        """Put the settings of *plugin* in force."""
         if plugin.num_steps is not None:
             self.num_steps = plugin.num_steps
         self.sync_with_dataloader = plugin.sync_with_dataloader
@@ -115,16 +131,24 @@ class Accumulation:
         no_sync: makes a block in which the gradients of a model stay local; nothing with one process.
     """
 
-    __slots__ = ("_gradient", "_no_sync", "step")
+    __slots__ = ("__weakref__", "_gradient", "_no_sync", "settings", "step")
 
     def __init__(self, gradient: GradientRecord, no_sync: NoSync | None) -> None:
         self._gradient = gradient
         self._no_sync = no_sync
         self.step = 0
+        self.settings = gradient.settings()
+        gradient.serve(self)
+
+    def take_over(self) -> GradientRecord:
+        """Put the settings of this Accelerator in force; return the record."""
+        if self._gradient.owner is not self:
+            self._gradient.serve(self)
+        return self._gradient
 
     def advance(self) -> bool:
         """Count one batch; whether its gradients are to be synchronised."""
-        gradient = self._gradient
+        gradient = self.take_over()
         active = gradient.active
         if active and gradient.sync_with_dataloader and active[-1].end_of_dataloader:
             self.step = 0

@@ -94,7 +94,25 @@ def test_the_environment_sets_the_steps_and_an_argument_wins(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     assert Accelerator().gradient_accumulation_steps == 3
     assert Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 2
-    assert Accelerator().gradient_accumulation_steps == 2, "a later Accelerator shares what is in force"
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert Accelerator().gradient_accumulation_steps == 4
+
+
+def test_each_accelerator_of_a_process_accumulates_as_it_was_told():
+    training = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, adjust_scheduler=False))
+    of_a_library = Accelerator()
+    assert (GradientState().num_steps, GradientState().adjust_scheduler) == (1, True)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    synchronised = []
+    for accelerator in (training, of_a_library, training):
+        with accelerator.accumulate():
+            accelerator.backward((2 * weight).sum())
+        synchronised.append((accelerator.sync_gradients, weight.grad.item()))
+        weight.grad = None
+    assert synchronised == [(False, 1.0), (True, 2.0), (True, 1.0)]
+    of_a_library.gradient_accumulation_steps = 3
+    assert (training.gradient_accumulation_steps, of_a_library.gradient_accumulation_steps) == (2, 3)
+    assert training.gradient_state.plugin_kwargs == {"num_steps": 2, "adjust_scheduler": False}
 
 
 @pytest.mark.distributed
