@@ -153,7 +153,8 @@ class _Pickle:
 
     def content(self, made: Sequence[Piece]) -> bytes:
         """Return the pickle of the object that is *made*."""
-        return b"".join((b"\x80\x03", *self._named, *map(bytes, made), b"."))
+        pieces = (piece if isinstance(piece, bytes) else piece.tobytes() for piece in made)
+        return b"".join((b"\x80\x03", *self._named, *pieces, b"."))
 
     def _dump(self, value: Any) -> bytes:
         self._buffer.seek(0)
