@@ -14,23 +14,37 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import ValidationError
+
+from orc.launchers.backends.base import Snapshot
+from orc.launchers.environments.rendering import environment_of
 from orc.launchers.errors import LaunchError, RenderError, SpecError
 from orc.launchers.ids import derived_job_id, new_job_id
+from orc.launchers.snapshot.manifest import INPUT
+from orc.launchers.snapshot.runtime_tree import runtime_bundle
+from orc.launchers.snapshot.tree_store import CONTENT_TIME_NS
+from orc.launchers.spec import JobSpec
+from orc.launchers.spec.groups import cycle, stages_before
+from orc.launchers.spec.relations import artefact
 from orc.orchestrator.clients import groups
 from orc.orchestrator.clients.errors import NotAllowed, SnapshotMissing
+from orc.orchestrator.engine import schedules
+from orc.orchestrator.engine.admission import job_named
+from orc.orchestrator.engine.attempt_inputs import changed, digests_left, stored_snapshot
+from orc.orchestrator.engine.groups import as_member, submit_group
+from orc.orchestrator.engine.snapshots import check_script
+from orc.orchestrator.engine.submission import Submission, enqueue, submit
 from orc.orchestrator.ledger import content_holders
 from orc.orchestrator.ledger import groups as group_rows
 from orc.orchestrator.ledger import schedules as schedule_rows
 from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.prune import was_pruned
 from orc.orchestrator.views import GroupView, ScheduleView
 from orc.orchestrator.workspace import login_name, no_account
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Snapshot
-    from orc.launchers.spec import JobSpec
     from orc.orchestrator.api.call import NewMember
     from orc.orchestrator.api.session import LedgerSession
-    from orc.orchestrator.engine.submission import Submission
     from orc.orchestrator.ledger.records import JobRecord
     from orc.orchestrator.views import JobView
     from orc.orchestrator.workspace import Workspace
@@ -60,7 +74,6 @@ class Submitter:
 
     def resubmit(self, job_id: str, overrides: Sequence[str], secrets: Mapping[str, str]) -> JobView:
         """Submit a job like another one."""
-        from orc.orchestrator.engine.attempt_inputs import changed, digests_left, stored_snapshot
         from orc.orchestrator.functions.calls import key_of
 
         old = self._session.job(job_id)
@@ -82,8 +95,6 @@ class Submitter:
         secrets: Mapping[str, str],
     ) -> GroupView:
         """Submit all members of a group, or none."""
-        from orc.orchestrator.engine.groups import as_member, submit_group
-
         self._refuse_missing(members)
         _refuse_unprintable(source, name)
         group_id = self._derived(name)
@@ -110,8 +121,6 @@ class Submitter:
 
     def retry_group(self, group_id: str, secrets: Mapping[str, str]) -> GroupView:
         """Submit the members of a group that have ended without success once more."""
-        from orc.orchestrator.engine.submission import enqueue
-
         groups.record_of(self._ws, group_id)
 
         def make() -> GroupView:
@@ -133,8 +142,6 @@ class Submitter:
         self, member: NewMember, source: str, secrets: Mapping[str, str], when: Mapping[str, str]
     ) -> ScheduleView:
         """Store a schedule; *when* has the other arguments of `orc.orchestrator.engine.schedules.create`."""
-        from orc.orchestrator.engine import schedules
-
         self._refuse_missing([member])
         _refuse_unprintable(source, when["name"])
         schedule_id = self._derived(when["name"])
@@ -179,16 +186,18 @@ class Submitter:
         secrets: Mapping[str, str],
         has: Mapping[str, str] = MappingProxyType({}),
     ) -> JobView:
-        from orc.orchestrator.engine.submission import submit
+        new_id = new_job_id(spec.name)
 
         def earlier() -> JobView | None:
-            found = self._look(spec.name)[0] if self._request else None
+            nonlocal new_id
+            if not self._request:
+                return None
+            found, new_id = self._look(spec.name)
             return self._session.job(found.id) if found is not None else None
 
         def make() -> JobView:
             if unknown := sorted(secrets.keys() - set(spec.secrets)):
                 raise SpecError(f"{unknown[0][:80]!r} is no secret of the job", where="secrets")
-            new_id = self._look(spec.name)[1] if self._request else new_job_id(spec.name)
             job, trees = self._checked(spec, load, secrets, has)
             submit(self._ws, [self._submission(job, trees, new_id, source, secrets)])
             return self._session.job(new_id)
@@ -210,8 +219,6 @@ class Submitter:
 
     def _was_removed(self, job_id: str) -> bool:
         """Return True for the id of a job that the ledger once had: its cluster would take a new one for that job."""
-        from orc.orchestrator.ledger.prune import was_pruned
-
         with self._ws.ledger.database.read() as connection:
             return bool(was_pruned(connection, [job_id]))
 
@@ -285,8 +292,6 @@ class Submitter:
         self, job: JobSpec, trees: Snapshot, job_id: str, source: str, secrets: Mapping[str, str]
     ) -> Submission:
         """Return the submission of a job that has passed all checks: the user's, with encrypted secrets."""
-        from orc.orchestrator.engine.submission import Submission
-
         return Submission(job, trees, self._user, job_id, source, secrets, encrypted=True, request=self._request)
 
     def _with_allowed_inputs(self, job: JobSpec, has: Mapping[str, str], stages: Collection[str] = ()) -> JobSpec:
@@ -295,10 +300,6 @@ class Submitter:
 
         Raises `NotAllowed` for artefacts of another user's job, `SpecError` for jobs that are not there.
         """
-        from orc.launchers.snapshot.manifest import INPUT
-        from orc.launchers.spec.relations import artefact
-        from orc.orchestrator.engine.admission import job_named
-
         inputs = dict(job.inputs)
         for name, text in job.inputs.items():
             if INPUT + name in has:
@@ -324,10 +325,6 @@ class Submitter:
 
         Each one is loaded once into *trees* for all members that have it.
         """
-        from orc.launchers.backends.base import Snapshot
-        from orc.launchers.snapshot.runtime_tree import runtime_bundle
-        from orc.orchestrator.engine.snapshots import check_script
-
         ws, store, sent = self._ws, self._ws.store, member.digests
 
         def load() -> Snapshot:
@@ -361,7 +358,6 @@ def _held(ws: Workspace, user: str, digests: Sequence[str]) -> set[str]:
 
 
 def _is_stored(ws: Workspace, sha256: str) -> bool:
-    from orc.launchers.snapshot.tree_store import CONTENT_TIME_NS
 
     try:
         status = os.lstat(f"{ws.store.root}/cas/{sha256}")
@@ -384,10 +380,6 @@ def _spec_of(member: NewMember) -> JobSpec:
 
 def checked_spec(spec: Mapping[str, Any]) -> JobSpec:
     """Return the specification, validated as any job file. Raises `SpecError`."""
-    from pydantic import ValidationError
-
-    from orc.launchers.spec import JobSpec
-
     try:
         return JobSpec.model_validate(spec)
     except ValidationError as error:
@@ -413,8 +405,6 @@ def _check_secrets(job: JobSpec, secrets: Mapping[str, str]) -> None:
 
 def _check_environment(job: JobSpec, trees: Snapshot, cluster: Any) -> None:
     """Raise `RenderError` for an environment that has to be brought along and was not."""
-    from orc.launchers.environments.rendering import environment_of
-
     wanted = environment_of(job, cluster)
     packed = wanted.copied is not None or (wanted.conda is not None and wanted.conda.file is None)
     if packed and trees.environment is None:
@@ -441,8 +431,6 @@ def refuse_without_account(ws: Workspace, cluster: str, user: str) -> None:
 
 def _checked_stages(kind: str, members: Sequence[NewMember], specs: Sequence[JobSpec]) -> set[str]:
     """Return the stages of a pipeline. Raises `SpecError` for members that are no group of that *kind*."""
-    from orc.launchers.spec.groups import cycle, stages_before
-
     stages = [member.stage for member in members]
     if len({member.index for member in members}) < len(members):
         raise SpecError("two members have the same index", where="members")

@@ -250,8 +250,6 @@ def admit(ws: Workspace, tx: Transaction, jobs: Sequence[JobRecord], *, together
 
     *together* are groups as of `Admission`.
     """
-    for group_id in dict.fromkeys(job.group_id for job in jobs if job.group_id):
-        tx.connection.lock(f"group:{group_id}")
     look = Admission(ws, tx, jobs, together=together)
     for job in jobs:
         if found := look.hold(job):

@@ -120,13 +120,14 @@ def release_attempt(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
 
 
 def wait_for_room(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
-    """Record that the job waits, without hosts, for *reason*."""
+    """Record that the job waits, without hosts, for *reason*. Gives the claim back."""
 
     def change(current: JobRecord, _: float) -> JobUpdate:
         if current.reason == reason:
             return JobUpdate()
         waiting = Event(Kind.WAITING, None, {"reason": reason})
-        return JobUpdate((waiting,), {"reason": reason}, vacate=current.state is JobState.PREPARED)
+        claim = {"claim_owner": None, "claim_expires_at": None} if current.claim_owner == ws.owner else {}
+        return JobUpdate((waiting,), {"reason": reason, **claim}, vacate=current.state is JobState.PREPARED)
 
     return apply(ws, job, lambda j: j.state in (JobState.QUEUED, JobState.PREPARED), change)
 

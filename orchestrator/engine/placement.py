@@ -159,7 +159,6 @@ class PlacementPlanner:
     def commit(self, placement: Placement | None, write: Callable[[Transaction], JobRecord]) -> JobRecord | None:
         """Run *write* in the transaction in which *placement* is still what is to be had; `None` when it is not."""
         with self.ws.ledger.transaction() as tx:
-            tx.lock(self.spec.cluster)
             if self.places and self._place(tx) != placement:
                 return None
             return write(tx)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import shlex
 import sqlite3
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,6 +25,7 @@ from orc.orchestrator.ledger.errors import LedgerError
 # one in fifty of their waits is longer than half a minute.
 BUSY_TIMEOUT_S = 120.0
 SILENT_S = 1.0  # a longer wait is reported
+_turns: dict[Path, threading.Lock] = {}  # of the writers of this process, by file
 
 
 class Connection(Protocol):
@@ -185,9 +187,22 @@ class SqliteDatabase:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Open a transaction. The lock is taken at once, so that what was read in it still holds when it writes."""
-        with self._transaction("BEGIN IMMEDIATE") as connection:
-            yield connection
+        """Open a transaction. The lock is taken at once, so that what was read in it still holds when it writes.
+
+        Threads of this process take turns before that. At the file's lock they would sleep and look again, for longer
+        and longer, while those that come later find it free.
+        """
+        turn = _turns.setdefault(self.path, threading.Lock())
+        with explained(self.path):
+            if not turn.acquire(timeout=SILENT_S):
+                self._tell()
+                if not turn.acquire(timeout=BUSY_TIMEOUT_S):
+                    raise sqlite3.OperationalError("database is locked")
+        try:
+            with self._transaction("BEGIN IMMEDIATE") as connection:
+                yield connection
+        finally:
+            turn.release()
 
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[Connection]:

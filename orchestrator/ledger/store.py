@@ -23,6 +23,7 @@ from orc.orchestrator.ledger.queries import (
     read_jobs,
     read_reservations,
     read_rows,
+    select_jobs,
 )
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
 from orc.orchestrator.ledger.transaction import Transaction
@@ -233,6 +234,9 @@ class Ledger:
             return leases.claim(connection, job_ids, owner, self._clock())
 
     def release(self, job_ids: Sequence[str], owner: str) -> None:
-        """Give the jobs back that are still *owner*'s."""
-        with self._write() as connection:
-            leases.release(connection, job_ids, owner)
+        """Give the jobs back that are still *owner*'s; most were, with the last that was written about them."""
+        with self.database.read() as connection:
+            kept = [job for job, held in select_jobs(connection, "j.id, j.claim_owner", job_ids) if held == owner]
+        if kept:
+            with self._write() as connection:
+                leases.release(connection, kept, owner)

@@ -119,10 +119,6 @@ class Transaction:
         self._reserve(placed, placed.number, placement)
         return placed
 
-    def lock(self, cluster: str) -> None:
-        """Block all other transactions that place jobs on *cluster* until this one ends."""
-        self.connection.lock(f"place:{cluster}")
-
     def reservations(self, cluster: str) -> list[Reservation]:
         """Return the hosts of *cluster* that attempts hold."""
         return read_reservations(self.connection, cluster, None)

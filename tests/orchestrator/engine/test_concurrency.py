@@ -209,7 +209,6 @@ def test_whoever_places_a_job_waits_for_whoever_is_placing_one(laptops, job_file
     submitter = threading.Thread(target=submit)
     new = NewJob("first-aaaaaa", "first", "local", "fake", "", {}, {}, {})
     with mine.workspace.ledger.transaction() as tx:
-        tx.lock("local")
         create_prepared(tx, new, "orc-first-aaaaaa-a1", "p", "me", tx.now + 60, Placement(("n1",), 1))
         submitter.start()
         assert not ended.wait(2.0)

@@ -52,6 +52,19 @@ def test_a_pass_over_a_long_queue_looks_at_its_first_job_alone(client, hosts, qu
     assert "held by" in client.job(ids[3]).reason
 
 
+def test_a_new_job_without_room_is_written_twice_when_it_comes_and_when_it_is_known_what_it_waits_for(
+    client, queue, monkeypatch
+):
+    queue(2)
+    database, writes = client.workspace.ledger.database, []
+    write = database.write
+    monkeypatch.setattr(database, "write", lambda: writes.append(1) or write())
+    (waiting,) = queue(1)
+    assert len(writes) == 2
+    assert "held by" in client.job(waiting).reason
+    assert client.workspace.ledger.job(waiting).claim_owner is None
+
+
 def test_jobs_that_can_use_other_hosts_pass_those_that_wait(client, hosts, queue):
     first = queue(1, resources={"options": {"ssh": {"hosts": ["n1"]}}})
     waiting = queue(3, resources={"options": {"ssh": {"hosts": ["n1"]}}})

@@ -357,14 +357,10 @@ def test_a_transaction_has_one_time(ledger, clock):
     assert (ledger.job(A).created_at, ledger.events(A)[0].at) == (now, now)
 
 
-def test_a_cluster_is_locked_and_looked_at_within_the_transaction(ledger):
+def test_a_transaction_sees_the_reservations_of_a_cluster(ledger):
     create(ledger, placement=TWO)
     create(ledger, B, Placement(("n9",), 1), cluster="other")
     with ledger.transaction() as tx:
-        locked = []
-        tx.connection.lock = locked.append
-        tx.lock("lab")
-        assert locked == ["place:lab"]
         assert [(r.host, r.job) for r in tx.reservations("lab")] == [("n1", A), ("n2", A)]
         assert [r.host for r in tx.reservations("other")] == ["n9"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sqlite3
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -120,6 +121,20 @@ def test_who_waits_says_so_once_and_waits_on(opened, tmp_path, monkeypatch, capl
         put(opened, "a")
     assert caplog.records[1].getMessage() == f"waiting for the ledger {tmp_path}/ledger.db"
     put(opened, "b")
+    assert keys(opened) == ["b"]
+
+
+def test_writers_of_one_process_take_turns_and_do_not_poll_for_the_files_lock(opened, tmp_path):
+    second, ran = SqliteDatabase(tmp_path / "ledger.db"), []
+    second._raw.execute("PRAGMA foreign_keys = OFF")
+    second._raw.set_trace_callback(ran.append)
+    waiting = threading.Thread(target=put, args=(second, "b"))
+    with opened.write():
+        waiting.start()
+        waiting.join(0.2)
+        assert ran == []
+    waiting.join()
+    second.close()
     assert keys(opened) == ["b"]
 
 

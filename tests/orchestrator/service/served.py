@@ -24,6 +24,7 @@ FAKES = Path(__file__).parents[1]
 SERVE = """
 import json, sys
 from pathlib import Path
+from fake_backend import FakeBackend
 from running_service import LoggingBackend
 from orc.orchestrator.client import Client
 from orc.orchestrator.service.server import serve
@@ -31,7 +32,8 @@ from orc.orchestrator.service.settings import Settings
 from orc.orchestrator.service import sse
 sse.PING_S = json.loads(sys.argv[5])
 state = Path(sys.argv[1])
-backend = LoggingBackend(state / "fake", hosts=json.loads(sys.argv[3]))
+hosts = json.loads(sys.argv[3])
+backend = FakeBackend(state / "fake", hosts=hosts) if hosts else LoggingBackend(state / "fake")
 backend.cluster = backend.cluster.model_copy(update=json.loads(sys.argv[4]))
 def open_client():
     return Client(state, backend_of=lambda _: backend, reconciler=False)
