@@ -29,7 +29,7 @@ Submit = Callable[["Callable[[str, Mapping[str, Any]], None]"], "JobView"]
 
 
 class Following(NamedTuple):
-    """What of a new job's output is shown, and whether the bell rings at its end."""
+    """Options of a command that shows the output of its new job, and may ring at its end."""
 
     wanted: bool = False
     ranks: tuple[int, ...] = ()
