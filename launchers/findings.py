@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,3 +23,8 @@ class Finding:
     def of(cls, error: LaunchError, where: str) -> Finding:
         """Return the finding that the check itself has failed with *error*."""
         return cls("error", error.what, where, error.hint, unreachable=isinstance(error, BackendUnreachable))
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return *findings* with the errors first, then the warnings."""
+    return sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.level))

@@ -8,12 +8,12 @@ from typing import Any
 
 from orc.launchers.accelerate.draft import Draft, cluster_name, decided
 from orc.launchers.accelerate.keys import of_group
+from orc.launchers.oldest_python import OLDEST_PYTHON
 
 # What a file does not say, and the user has to write.
 PROJECT = "my-project"
 ZONE = "us-central2-b"
 CHIPS = 4  # of a TPU machine, but for those of v5e and v6e with one or eight
-OLDEST = (3, 10)  # Python of ranks
 # The newest images, without and with Transformers, in the tables of `orc.launchers.backends.sagemaker.images`; a test
 # compares.
 STOCK_IMAGE = "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:2.10.0-cpu-py313"
@@ -137,15 +137,14 @@ def _supported_image(draft: Draft, options: dict[str, Any]) -> None:
     """Replace versions of a stock image whose Python is too old for ranks by those of the newest image."""
     torch, python = options.get("pytorch_version"), options.get("py_version")
     old = (
-        int(python[3:]) < OLDEST[1]
+        int(python[3:]) < OLDEST_PYTHON[1]
         if python and re.fullmatch(r"py3[0-9]+", python)
         else torch is not None and torch.partition(".")[0] in ("0", "1")  # images of PyTorch 1 have Python 3.9 at most
     )
     if "image_uri" in options or not old:
         return
-    text = (
-        f"the stock image has a Python older than {OLDEST[0]}.{OLDEST[1]}, which ranks need; the newest image instead"
-    )
+    oldest = ".".join(map(str, OLDEST_PYTHON))
+    text = f"the stock image has a Python older than {oldest}, which ranks need; the newest image instead"
     given = [name for name in NEWEST_IMAGE if name in options]
     for name in given:
         draft.notes.add(name, text)

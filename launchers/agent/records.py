@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 TAIL_LINES = 40
 TAIL_BYTES = 8192
+# What comes to a host for one attempt alone and must not stay.
+CONFIDENTIAL = ("secrets.json", "link.json")
 RECORD_BYTES = 16 << 20  # an agent's configuration names each host and variable of a large job
 NODE_RECORD_BYTES = 1 << 20  # of what a node writes of itself
 PROGRESS_BYTES = 64 << 10  # of what a training writes, which is in a heartbeat: a larger one would be no sign of life

@@ -16,17 +16,13 @@ from orc.launchers.agent.lease import take_lease
 from orc.launchers.agent.node import Node
 from orc.launchers.agent.processes import detach
 from orc.launchers.agent.procfs import holder_runs
-from orc.launchers.agent.records import read_json, remove
+from orc.launchers.agent.records import CONFIDENTIAL, read_json, remove
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
     from orc.launchers.agent.config import AgentConfig
-
-
-# What comes to a host for one attempt alone and must not stay.
-CONFIDENTIAL = ("secrets.json", "link.json")
 
 
 def start(config: AgentConfig, node: int, owner: str) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from orc.launchers.agent.records import CONFIDENTIAL
+
 if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport
 
@@ -30,7 +32,6 @@ def new_link_token() -> str:
     return (builder.sign(key, hashes.SHA256()).public_bytes(pem) + private).decode()
 
 
-NAMES = ("secrets.json", "link.json")
 _PER_CALL = 500
 _TIMEOUT_S = 60.0
 
@@ -41,5 +42,5 @@ def remove_confidential(transport: Transport, directories: Sequence[str]) -> Non
     One call for many. What a file system refuses stays: that the attempt has ended must be told all the same.
     """
     for start in range(0, len(directories), _PER_CALL):
-        paths = [f"{directory}/{name}" for directory in directories[start : start + _PER_CALL] for name in NAMES]
+        paths = [f"{directory}/{name}" for directory in directories[start : start + _PER_CALL] for name in CONFIDENTIAL]
         transport.run(["rm", "-f", "--", *paths], timeout_s=_TIMEOUT_S)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import BackendError, LaunchError
-from orc.launchers.findings import Finding
+from orc.launchers.findings import Finding, worst_first
 from orc.launchers.oldest_python import python_problem
 from orc.launchers.remote.programs import Program
 
@@ -93,7 +93,7 @@ def compare_hosts(
     found += _differing(answered, "GPU driver", _driver, "warning")
     if not gpus:
         found += _differing(answered, "number of GPUs", lambda facts: str(len(facts["gpus"])), "warning")
-    return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.level))
+    return worst_first(found)
 
 
 def cpu_torch(version: str, gpus: int, where: str) -> Finding:

@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
-from orc.launchers.findings import Finding
+from orc.launchers.findings import Finding, worst_first
 from orc.launchers.hosts import all_reduce, checks
 from orc.launchers.hosts.checks import PROBE
 
 if TYPE_CHECKING:
     from orc.launchers.remote.transport import Process, Transport
-
-_ORDER = ("error", "warning", "info")
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,7 @@ def diagnose_hosts(
             # A host that computes slowly may only be busy at this moment; a link does not get faster.
             for speed in all_reduce.hosts_with_slow_network(speeds):
                 bad.setdefault(speed.name, f"its network is slow: {speed.best_mb_s:.0f} MB/s at best")
-    findings.sort(key=lambda finding: _ORDER.index(finding.level))
-    return HostDiagnostics(facts_by_host, speeds, findings, bad)
+    return HostDiagnostics(facts_by_host, speeds, worst_first(findings), bad)
 
 
 EVERY_PAIR = 32  # up to so many hosts; more try peers at distances 1, 2, 4, ... in both directions

@@ -216,7 +216,7 @@ if TYPE_CHECKING:
 else:
     Runtime = TypedDict("Runtime", {key: _runtime_value(key) for key in JOB_DOCS}, total=False)
     Runtime.__pydantic_config__ = ConfigDict(extra="forbid")
-_PROGRAMS = ("script", "module", "command")
+PROGRAMS = ("script", "module", "command")
 
 
 class JobSpec(FrozenModel):
@@ -280,7 +280,7 @@ class JobSpec(FrozenModel):
     def _consistent(self) -> Self:
         """Check that there is exactly one program, and no variable both in ``env`` and ``secrets``."""
         problems: list[tuple[grammar.Path, str]] = []
-        given = [key for key in _PROGRAMS if getattr(self, key) is not None]
+        given = [key for key in PROGRAMS if getattr(self, key) is not None]
         if not given:
             problems.append(((), "nothing to run; give one of script, module, command"))
         for key in given[1:]:

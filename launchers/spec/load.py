@@ -17,7 +17,7 @@ from orc.launchers.errors import SpecError
 from orc.launchers.plugins import BACKENDS, COMMANDS
 from orc.launchers.spec import source
 from orc.launchers.spec.grammar import LocatedError
-from orc.launchers.spec.job import JobSpec
+from orc.launchers.spec.job import PROGRAMS, JobSpec
 from orc.launchers.spec.options import field_at, keys_of, section_at
 from orc.launchers.spec.source import Document, KeyPath, Origin, Reading, parse_value, place_of
 from orc.runtime.core.config import JOB_KEYS
@@ -394,7 +394,6 @@ def _no_script(workdir: Path, script: str) -> str:
 
 
 _ROUNDS = 3  # what is wrong only without other mistakes comes up in the next one
-_PROGRAMS = ("script", "module", "command")
 
 
 def valid_part(data: dict[str, Any], error: ValidationError) -> JobSpec | None:
@@ -404,7 +403,7 @@ def valid_part(data: dict[str, Any], error: ValidationError) -> JobSpec | None:
         for path in _paths(error):
             _remove(rest, path)
         rest.setdefault("name", "unnamed")
-        if all(rest.get(program) is None for program in _PROGRAMS):
+        if all(rest.get(program) is None for program in PROGRAMS):
             rest["command"] = "true"
         try:
             return JobSpec.model_validate(rest)

@@ -76,7 +76,7 @@ def take_code(store: ContentStore, loaded: LoadedJob, progress: Progress, backen
     return code.bundle
 
 
-def look(
+def scan_job(
     loaded: LoadedJob, backend: Destination, cache: Path | None, state_dir: Path
 ) -> tuple[Snapshot, Sequence[Finding]]:
     """Return the snapshot that *loaded* would have, and findings about its code; nothing is stored.

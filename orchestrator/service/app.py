@@ -11,6 +11,7 @@ import anyio.to_thread
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from orc.orchestrator.api.call import PREFIX
 from orc.orchestrator.client import Client
 from orc.orchestrator.service import errors, slow_reads
 from orc.orchestrator.service.api import ROUTERS, TOP_ROUTERS
@@ -18,7 +19,7 @@ from orc.orchestrator.service.audit import Audit, intend
 from orc.orchestrator.service.auth import guard, role_of_route
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.event_feed import EventFeed
-from orc.orchestrator.service.gate import PREFIX, Gate
+from orc.orchestrator.service.gate import Gate
 from orc.orchestrator.service.ledger_clients import LedgerClients
 from orc.orchestrator.service.log_feed import LogFeeds
 from orc.orchestrator.service.metrics import ServiceMetrics

@@ -16,9 +16,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.api.call import SAFE_METHODS
 from orc.orchestrator.api.rights import Principal
 from orc.orchestrator.ledger import audit as rows
-from orc.orchestrator.service.auth import SAFE_METHODS, address_of
+from orc.orchestrator.service.auth import address_of
 from orc.orchestrator.service.context import Service, ServiceDep
 
 logger = logging.getLogger("orc.service")

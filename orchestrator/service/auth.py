@@ -10,6 +10,7 @@ from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyCookie, HTTPBearer
 
 from orc.orchestrator.api import access
+from orc.orchestrator.api.call import SAFE_METHODS
 from orc.orchestrator.api.rights import RIGHTS, Kind, Principal, Reader, shown_kinds
 from orc.orchestrator.client import Client, JobNotFound
 from orc.orchestrator.clients.errors import GroupNotFound
@@ -20,7 +21,6 @@ from orc.orchestrator.service.request_rates import too_many
 
 COOKIE = "orc_session"
 PAGE_HEADER = "X-Orc-Request"  # a page of another site cannot send it
-SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _ENDPOINT = TypeVar("_ENDPOINT", bound=Callable[..., object])
 
 # They declare the ways in for OpenAPI; `guard` reads both.

@@ -16,13 +16,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.api.call import PREFIX
 from orc.orchestrator.service.auth import address_of, admit, token_of
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.errors import ApiError, error_response, status_of
 
 logger = logging.getLogger("orc.service")
 access = logging.getLogger("orc.service.access")
-PREFIX = "/api/v1"
 # Larger bodies go to these alone. Bodies that are JSON are read into memory before a route's guard is asked, so these
 # routes know here already who sends them. Contents of files are streamed to the disk.
 UPLOADS = f"{PREFIX}/bundles/"

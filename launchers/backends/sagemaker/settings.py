@@ -17,8 +17,9 @@ from pydantic.fields import FieldInfo
 from orc.launchers.backends.sagemaker import readers as read
 from orc.launchers.backends.sagemaker import sections
 from orc.launchers.backends.sagemaker.readers import read_table
+from orc.launchers.backends.sagemaker.sections import Text, Truth
 from orc.launchers.errors import SpecError
-from orc.launchers.spec.options import FrozenModel, Reader, Word, matching, text, validate_options, whole
+from orc.launchers.spec.options import FrozenModel, Reader, Word, matching, validate_options, whole
 from orc.launchers.spec.source import Document, KeyPath, Placed, document_of
 
 if TYPE_CHECKING:
@@ -79,8 +80,6 @@ TABLES = {
 }
 _Model = TypeVar("_Model", bound=FrozenModel)
 
-Text = Annotated[str, text]
-Truth = Annotated[bool, Reader(read.truth)]
 RunTime = Annotated[int, Reader(read.whole_seconds)]
 Version = Annotated[str, Reader(read.stock_version)]
 Several = Annotated[tuple[str, ...], Reader(read.several)]

@@ -138,8 +138,7 @@ class SlurmBackend(Backend):
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
         """Return two files, ``agent.json`` and ``job.sbatch``, and one command: ``sbatch``."""
         from orc.launchers.attempts.agent_config import agent_config, agent_file
-        from orc.launchers.backends.slurm.conflicts import check_nesting
-        from orc.launchers.backends.slurm.script import SCRIPT_NAME, render_script, shape
+        from orc.launchers.backends.slurm.script import SCRIPT_NAME, check_nesting, render_script, shape
         from orc.launchers.environments.rendering import environment_of
 
         options = self._options(job)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from orc.launchers.backends.slurm.queue_rows import duration
 from orc.launchers.errors import BackendError, BackendUnreachable
-from orc.launchers.findings import Finding
+from orc.launchers.findings import Finding, worst_first
 from orc.launchers.oldest_python import python_problem
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _LOOK = "import sys,importlib.util as u;print('%d.%d'%sys.version_info[:2],'torc
 def check(client: SlurmClient, transport: Transport, plan: Plan, root: str, cluster: str) -> list[Finding]:
     """Return the findings that need no submission; errors first."""
     found = [*_slurm(client, plan, cluster), *_root(transport, root, cluster)]
-    return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.level))
+    return worst_first(found)
 
 
 def _slurm(client: SlurmClient, plan: Plan, cluster: str) -> list[Finding]:

@@ -15,7 +15,7 @@ import time
 
 from orc.launchers.agent.cleanup import kill_attempt
 from orc.launchers.agent.procfs import holder_runs
-from orc.launchers.agent.records import NODE_RECORD_BYTES, checked, create_json, read_json, remove
+from orc.launchers.agent.records import CONFIDENTIAL, NODE_RECORD_BYTES, checked, create_json, read_json, remove
 from orc.launchers.agent.signals import signal_process
 from orc.launchers.attempts.home import at_home
 from orc.launchers.strict_modes import VARIABLE, check, make_private
@@ -24,7 +24,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_CONFIDENTIAL = ("secrets.json", "link.json")
 _BEEN = ".prepared-"  # and the name of a host: it has seen this directory
 _RECORDS = ("lease.json", "heartbeat.json", "exit.json")
 _STOP = re.compile(r"stop-r[0-9]{1,6}\.json")
@@ -85,7 +84,7 @@ def status_of(directory: str, host: str) -> dict[str, Any]:
         "there": True,
         "node": node,
         "config": {key: config.get(key) for key in ("marker", "nnodes", "hosts", "runtime_tree", "grace_s")},
-        "confidential": any(os.path.exists(os.path.join(directory, name)) for name in _CONFIDENTIAL),
+        "confidential": any(os.path.exists(os.path.join(directory, name)) for name in CONFIDENTIAL),
         "linked": os.path.exists(os.path.join(directory, "link.json")),
         "age": age(os.path.join(directory, "agent.json")),
         "records": records,
@@ -208,7 +207,7 @@ def reap(request: dict[str, Any]) -> dict[str, Any]:
             write(os.path.join(directory, "cancel.json"), '{"grace_s": 0, "reason": "given up as lost"}', 0o600)
         elif seen["there"] and not seen["alive"]:
             end(directory)
-            for name in _CONFIDENTIAL:
+            for name in CONFIDENTIAL:
                 remove(os.path.join(directory, name))
     return {}
 

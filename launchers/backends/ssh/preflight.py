@@ -11,15 +11,13 @@ from orc.launchers.backends.ssh.hostfile import Host
 from orc.launchers.backends.ssh.rendering import config_of, hosts_of
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
 from orc.launchers.errors import BackendUnreachable, LaunchError
-from orc.launchers.findings import Finding
+from orc.launchers.findings import Finding, worst_first
 from orc.launchers.oldest_python import brings_python
 
 if TYPE_CHECKING:
     from orc.launchers.backends.ssh.hosts import HostConnections
     from orc.launchers.hosts.checks import HostFacts
     from orc.launchers.plan import Plan
-
-_ORDER = ("error", "warning", "info")
 
 
 def check(hosts: HostConnections, plan: Plan) -> list[Finding]:
@@ -43,7 +41,7 @@ def check(hosts: HostConnections, plan: Plan) -> list[Finding]:
         # A host that does not answer is named once.
         blamed = checks.unusable_hosts(found)
         found += [finding for finding in result if not (finding.where in blamed and finding.level == "error")]
-    return sorted(found, key=lambda finding: _ORDER.index(finding.level))
+    return worst_first(found)
 
 
 def gather_facts(hosts: HostConnections, names: Sequence[str]) -> list[HostFacts]:

@@ -79,7 +79,4 @@ def _agree(client: JobsClient, ids: list[str]) -> None:
     Raises `click.UsageError` where orc cannot ask, and `click.exceptions.Exit` for a no.
     """
     echo("\n".join(jobtext.headline(client.job(job_id)) for job_id in ids), err=True)
-    deed = f"cancel {len(ids)} job{'s' if len(ids) > 1 else ''}"
-    if not questions.can_ask():
-        raise click.UsageError(f"--yes is needed to {deed} where orc cannot ask", click.get_current_context())
-    questions.ask(deed)
+    questions.agree(f"cancel {len(ids)} job{'s' if len(ids) > 1 else ''}")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.launchers.errors import LaunchError, SpecError
-from orc.orchestrator.cli.exit_codes import of_states
 from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option, yes_option
 from orc.orchestrator.cli.session import check_jobs, open_client
 from orc.orchestrator.cli.session import refresh as ask_clusters
 from orc.orchestrator.cli.ui.display import submission_progress, waiting
 from orc.orchestrator.cli.ui.output import clock, echo, echo_json, echo_result, listing, state, table
+from orc.orchestrator.cli.ui.reporting import of_states
 
 if TYPE_CHECKING:
     from orc.launchers.spec.groups import LoadedGroup, Member

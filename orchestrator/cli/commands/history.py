@@ -121,7 +121,4 @@ def _agree(lines: list[str], where: str, *, yes: bool) -> None:
         echo(f"{each.what} {each.name}  {each.state}  of {each.owner}  runs {program}", err=True)
     if not work or yes:
         return
-    deed = f"go on with these {len(work)} here, with the rights of this account"
-    if not questions.can_ask():
-        raise click.UsageError(f"--yes is needed to {deed} where orc cannot ask", click.get_current_context())
-    questions.ask(deed)
+    questions.agree(f"go on with these {len(work)} here, with the rights of this account")

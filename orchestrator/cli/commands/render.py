@@ -208,14 +208,14 @@ def plan_of(loaded: LoadedJob) -> tuple[Plan, Sequence[Finding]]:
     from orc.launchers.paths import state_dir
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.spec.clusters import get_cluster
-    from orc.orchestrator.engine.snapshots import look
+    from orc.orchestrator.engine.snapshots import scan_job
 
     spec = loaded.spec
     backend = open_backend(get_cluster(spec.cluster))
     state = state_dir(create=False)
     # The hashes that submissions have left; a place without any is left as it is.
     cache = ContentStore(state / "store").scan_cache if state.is_dir() else None
-    snapshot, findings = look(loaded, backend, cache, state)
+    snapshot, findings = scan_job(loaded, backend, cache, state)
     return backend.render(spec, snapshot, AttemptId(placeholder_job_id(spec.name), 1)), findings
 
 

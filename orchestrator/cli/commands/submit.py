@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.exit_codes import ExitCode, of_states
 from orc.orchestrator.cli.options import cluster_option, job_file_here, json_option, set_option, together, yes_option
 from orc.orchestrator.cli.session import check_jobs, open_client
 from orc.orchestrator.cli.ui import jobtext
 from orc.orchestrator.cli.ui.display import display, submission_progress
 from orc.orchestrator.cli.ui.output import echo, echo_json
+from orc.orchestrator.cli.ui.reporting import ExitCode, of_states
 
 if TYPE_CHECKING:
     from orc.orchestrator.cli.ui.tail import Selection
@@ -29,7 +29,7 @@ Submit = Callable[["Callable[[str, Mapping[str, Any]], None]"], "JobView"]
 
 
 class Following(NamedTuple):
-    """What of a new job's output is shown, and whether the bell rings at its end."""
+    """Options of a command that shows the output of its new job, and may ring at its end."""
 
     wanted: bool = False
     ranks: tuple[int, ...] = ()

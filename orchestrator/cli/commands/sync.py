@@ -87,7 +87,7 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
 def _bundles(client: Client, loaded: LoadedJob | None, backend: Backend, explain: bool) -> dict[str, Bundle]:
     """Return the trees that have to be there, by name; stored here unless they are only compared."""
     from orc.launchers.snapshot.runtime_tree import runtime_bundle
-    from orc.orchestrator.engine.snapshots import look, take
+    from orc.orchestrator.engine.snapshots import scan_job, take
 
     store = client.workspace.store
     if loaded is None:
@@ -95,7 +95,7 @@ def _bundles(client: Client, loaded: LoadedJob | None, backend: Backend, explain
         return {"runtime": runtime.bundle if explain else store.ingest(runtime)}
     if not explain:
         return _named(take(store, loaded, lambda *_: None, backend))
-    return _named(look(loaded, backend, store.scan_cache, client.workspace.state_dir)[0])
+    return _named(scan_job(loaded, backend, store.scan_cache, client.workspace.state_dir)[0])
 
 
 def _named(snapshot: Snapshot) -> dict[str, Bundle]:

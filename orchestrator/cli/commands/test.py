@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.orchestrator.cli.exit_codes import of_states
 from orc.orchestrator.cli.options import EITHER_SPELLING, cluster_option_for, json_option
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui.display import display, submission_progress
 from orc.orchestrator.cli.ui.output import echo, echo_json, stdout_to_stderr
+from orc.orchestrator.cli.ui.reporting import of_states
 
 if TYPE_CHECKING:
     from orc.orchestrator.views import JobView

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orc.orchestrator.cli.exit_codes import ExitCode, of_states
 from orc.orchestrator.cli.options import SECONDS, job_ids, optional_jobs_argument, output_options
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui import jobtext, output
 from orc.orchestrator.cli.ui.display import display
 from orc.orchestrator.cli.ui.output import echo
+from orc.orchestrator.cli.ui.reporting import ExitCode, of_states
 
 if TYPE_CHECKING:
     from orc.orchestrator.views import JobView

@@ -17,6 +17,13 @@ def can_ask() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
+def agree(deed: str) -> None:
+    """Ask whether to do *deed*, as `ask`. Raises `click.UsageError` where orc cannot ask."""
+    if not can_ask():
+        raise click.UsageError(f"--yes is needed to {deed} where orc cannot ask", click.get_current_context())
+    ask(deed)
+
+
 def ask(deed: str) -> None:
     """Return when the user agrees to *deed*, like ``cancel 3 jobs``; else raise `click.exceptions.Exit`, status 2."""
     if not confirm(f"{deed}?"):

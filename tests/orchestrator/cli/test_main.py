@@ -14,9 +14,9 @@ import click
 import pytest
 
 from orc.launchers.errors import BackendUnreachable, SpecError
-from orc.orchestrator.cli import exit_codes, main
+from orc.orchestrator.cli import main
 from orc.orchestrator.cli.main import COMMANDS, HIDDEN, SHARED, cli, load
-from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui import output, reporting
 from orc.orchestrator.cli.ui.reporting import wants_json
 
 from .conftest import Run
@@ -136,10 +136,10 @@ def test_a_crash_without_a_place_for_its_report_still_says_what_happened(
 def test_errors_are_told_apart_by_exit_status() -> None:
     from orc.orchestrator.client import JobNotFound
 
-    assert exit_codes.of_error(SpecError("x")) == 2
-    assert exit_codes.of_error(JobNotFound("x")) == 4
-    assert exit_codes.of_error(BackendUnreachable("x")) == 5
-    assert exit_codes.of_error(ValueError("x")) == 70
+    assert reporting.of_error(SpecError("x")) == 2
+    assert reporting.of_error(JobNotFound("x")) == 4
+    assert reporting.of_error(BackendUnreachable("x")) == 5
+    assert reporting.of_error(ValueError("x")) == 70
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_errors_are_told_apart_by_exit_status() -> None:
     ],
 )
 def test_the_worst_state_decides_the_exit_status(states: tuple[str, ...], code: int) -> None:
-    assert exit_codes.of_states(states) == code
+    assert reporting.of_states(states) == code
 
 
 def test_a_reader_that_goes_away_ends_the_command_quietly(orc_process: Run, place: Path) -> None:

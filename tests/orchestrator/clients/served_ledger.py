@@ -8,8 +8,7 @@ from typing import Any
 
 from orc.orchestrator.api.call import PREFIX
 from orc.orchestrator.client import Client
-from orc.orchestrator.clients.connections import Response
-from orc.orchestrator.clients.http_session import Request
+from orc.orchestrator.clients.http_session import Request, Response
 from orc.orchestrator.clients.service import ServiceClient
 
 

@@ -14,8 +14,7 @@ from orc.launchers.backends.reports import PartitionReport, QueuedJob, QueueRepo
 from orc.launchers.spec import LoadedJob
 from orc.orchestrator.api.call import CALLS, PREFIX, SAFE_METHODS, Digests, NewMember
 from orc.orchestrator.api.session import Caller
-from orc.orchestrator.clients.connections import Response
-from orc.orchestrator.clients.http_session import Request
+from orc.orchestrator.clients.http_session import Request, Response
 from orc.orchestrator.service.api import ROUTERS
 from orc.orchestrator.service.auth import role_of_route
 from orc.orchestrator.views import decode, encode

@@ -18,9 +18,8 @@ from orc.launchers.errors import SpecError
 from orc.launchers.spec import LoadedJob
 from orc.orchestrator import ServiceClient
 from orc.orchestrator.api import call as calls
-from orc.orchestrator.clients.connections import Response
 from orc.orchestrator.clients.errors import NotLoggedIn
-from orc.orchestrator.clients.http_session import Request
+from orc.orchestrator.clients.http_session import Request, Response
 from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.routing import add_routes
 from orc.orchestrator.service.settings import Settings

@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from orc.orchestrator.api.access import DEFAULT_EXPIRES_S
+from orc.orchestrator.api.call import SAFE_METHODS
 from orc.orchestrator.cli.commands.token import create_command
 from orc.orchestrator.service.app import create_app
-from orc.orchestrator.service.auth import SAFE_METHODS, role_of_route
+from orc.orchestrator.service.auth import role_of_route
 from orc.orchestrator.service.settings import Settings
 
 REFERENCE = Path(__file__).parents[3] / "docs/reference/rest-api.md"

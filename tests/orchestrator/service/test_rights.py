@@ -17,6 +17,7 @@ from running_service import LoggingBackend, Running, make_running
 from orc.launchers.plan import PlanFile
 from orc.launchers.spec import load_job
 from orc.launchers.spec.groups import load_jobs
+from orc.orchestrator.api.call import SAFE_METHODS
 from orc.orchestrator.api.rights import RIGHTS, Kind, Reader, reader_of, shown_kinds
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger import polls
@@ -24,7 +25,6 @@ from orc.orchestrator.ledger.lifecycle import Event
 from orc.orchestrator.ledger.lifecycle import Kind as EventKind
 from orc.orchestrator.service.api import ROUTERS, TOP_ROUTERS
 from orc.orchestrator.service.app import create_app
-from orc.orchestrator.service.auth import SAFE_METHODS
 from orc.orchestrator.service.settings import Settings
 from orc.orchestrator.service.web import pages
 
