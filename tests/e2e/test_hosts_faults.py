@@ -124,36 +124,22 @@ def check_that_it_moved(training: Training, hosts: HostsTestbed, lost: str, then
 
 
 @pytest.mark.slow
-def test_a_training_goes_on_exactly_without_the_host_of_rank_0(
+def test_a_training_goes_on_exactly_without_the_host_of_rank_0_whatever_the_clocks_say(
     laptop: Orc, hosts: HostsTestbed, expected: Course, watch: Watch
 ) -> None:
-    """It held the store, wrote the logs, and loses its power."""
+    """It held the store, wrote the logs, and loses its power; of those that are left, one's clock is an hour ahead,
+    another's an hour behind: nobody waits longer, and times are the laptop's.
+    """
+    hosts.fault("skew", "node2", "3600")
+    hosts.fault("skew", "node3", "-3600")
     training = Training(laptop, retry=RETRY)
     training.until_it_holds()
     watch.broken()
     hosts.fault("crash", "node1")
     laptop("wait", training.job)
     training.check(expected, attempts=2)
-    watch.resumed(training)
-    check_that_it_moved(training, hosts, "node1", ["node2", "node3"])
-
-
-@pytest.mark.slow
-def test_a_training_goes_on_exactly_without_a_host_that_is_cut_off_whatever_the_clocks_say(
-    laptop: Orc, hosts: HostsTestbed, expected: Course, watch: Watch
-) -> None:
-    """One host's clock is an hour ahead, another's an hour behind; nobody waits longer, and times are the laptop's."""
-    hosts.fault("skew", "node1", "3600")
-    hosts.fault("skew", "node3", "-3600")
-    training = Training(laptop, retry=RETRY)
-    training.until_it_holds()
-    watch.broken()
-    hosts.fault("cut", "node2")
-    laptop("wait", training.job)
-    training.check(expected, attempts=2)
     watch.note("noticed_s", training.noticed_at())
-    watch.note("goes_on_s", training.begun_again_at() - 3600)
-    check_that_it_moved(training, hosts, "node2", ["node1", "node3"])
+    check_that_it_moved(training, hosts, "node1", ["node2", "node3"])
     for attempt in training.attempts:
         assert abs(attempt["started_at"] - time.time()) < 300
         assert abs(attempt["ended_at"] - time.time()) < 300
@@ -226,25 +212,28 @@ def test_a_host_that_says_itself_that_its_agent_is_gone_is_left_out_without_a_fe
     watch.note("goes_on_s", begin)
 
 
-@pytest.mark.slow
-def test_a_training_goes_on_exactly_when_a_rank_is_killed_and_so_is_the_laptop_that_sees_it(
-    laptop: Orc, hosts: HostsTestbed, expected: Course, watch: Watch
+def test_a_job_whose_rank_is_killed_runs_once_more_though_the_laptop_that_sees_it_is_killed_too(
+    laptop: Orc, hosts: HostsTestbed, watch: Watch
 ) -> None:
     """The laptop dies in the middle of the retry, twice, and the next command goes on from there."""
-    training = Training(laptop, retry=RETRY)
-    training.until_it_holds()
+    script = f"{ONCE}\nprint('up', flush=True)\nwhile os.environ['ORC_ATTEMPT'] == '1':\n    time.sleep(0.05)\n"
+    laptop.write_job(script, retry=RETRY, resources={"nodes": 2, "procs_per_node": 1}, grace=2)
+    job = laptop.submit()
+    for rank in (0, 1):
+        laptop.until_log(job, rank, "up\n")
     watch.broken()
     hosts.fault("kill-procs", "node2", "train.py")
     for point in ("prepared", "submitted"):
-        with laptop.start("wait", training.job, env={fault_points.VARIABLE: point}) as killed:
+        with laptop.start("wait", job, env={fault_points.VARIABLE: point}) as killed:
             killed.communicate(timeout=240)
             assert killed.returncode in (0, -signal.SIGKILL), point
-    laptop("wait", training.job)
-    training.check(expected, attempts=2)
-    watch.resumed(training)
-    first, _ = training.attempts
-    assert (first["state"], first["cause"]) == ("FAILED", "crash")
+    laptop("wait", job)
+    watch.note("ended_s")
+    view = laptop.job(job)
+    first, second = view["attempts"]
+    assert (first["state"], first["cause"], second["state"]) == ("FAILED", "crash", "SUCCEEDED")
     assert "rank 1 on node2 was killed by SIGKILL" in first["reason"]
+    assert runs(hosts, job) == ["10", "11", "20", "21"]
 
 
 @pytest.mark.slow
