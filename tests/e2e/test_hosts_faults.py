@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import Orc
@@ -310,18 +311,24 @@ def test_a_link_that_is_cut_around_the_sync_costs_another_host_or_a_wait_and_the
         assert last["hosts"] == ["node1", "node3"]
 
 
-@pytest.mark.usefixtures("big")
-@pytest.mark.parametrize("preflight", [True, False], ids=["seen before the sync", "seen by the sync"])
-def test_a_host_whose_disk_is_full_is_left_out(laptop: Orc, hosts: HostsTestbed, preflight: bool) -> None:
-    laptop = Orc(laptop.directory, hosts.cluster(connect_timeout=8, preflight=preflight))
-    hosts.fault("full", "node2", "8m")
-    laptop.write_job(ONCE)
+def ended_in_one_attempt(laptop: Orc) -> tuple[str, dict[str, Any], str]:
+    """Submit the job and wait for its end; its id, its attempt, and what the submission complained of."""
     with laptop.start("submit", "job.yaml", "--cluster", "lab", "--json", *SIZE) as process:
         out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     job = json.loads(out)["id"]
     laptop("wait", job)
     (attempt,) = laptop.job(job)["attempts"]
+    return job, attempt, err
+
+
+@pytest.mark.usefixtures("big")
+@pytest.mark.parametrize("preflight", [True, False], ids=["seen before the sync", "seen by the sync"])
+def test_a_host_whose_disk_is_full_is_left_out(laptop: Orc, hosts: HostsTestbed, preflight: bool) -> None:
+    laptop = Orc(laptop.directory, hosts.cluster(connect_timeout=8, preflight=preflight))
+    hosts.fault("full", "node2", "8m")
+    laptop.write_job(ONCE)
+    job, attempt, err = ended_in_one_attempt(laptop)
     assert attempt["hosts"] == ["node1", "node3"]
     assert runs(hosts, job) == ["10", "11"]
     assert "node2" in err
@@ -341,12 +348,7 @@ def test_hosts_that_cannot_be_used_are_named_and_left_out(laptop: Orc, hosts: Ho
     ]
     laptop = Orc(laptop.directory, hosts.cluster(hosts=listed, connect_timeout=8))
     laptop.write_job(ONCE)
-    with laptop.start("submit", "job.yaml", "--cluster", "lab", "--json", *SIZE) as process:
-        out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, out + err
-    job = json.loads(out)["id"]
-    laptop("wait", job)
-    (attempt,) = laptop.job(job)["attempts"]
+    job, attempt, err = ended_in_one_attempt(laptop)
     assert attempt["hosts"] == ["node1", "node4"]
     assert runs(hosts, job) == ["10", "11"]
     for host, why in (("gone", "No route|did not answer"), ("node2", "host key has changed"), ("node3", "no torch")):
