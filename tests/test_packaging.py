@@ -134,7 +134,9 @@ def from_the_index(package_index: None, wheel: Path, tmp_path_factory: pytest.Te
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(home / "bin/python")]
     env = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
-    subprocess.run([*pip, "install", "--quiet", "--no-compile", str(wheel), "uv"], env=env, check=True)
+    subprocess.run([*pip, "install", "--quiet", "--no-compile", "uv"], env=env, check=True)
+    uv = [str(home / "bin/uv"), "--no-config", "pip", "install", "--quiet", "--python", str(home / "bin/python")]
+    subprocess.run([*uv, str(wheel)], env=env, check=True)
     return home / "bin"
 
 

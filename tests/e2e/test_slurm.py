@@ -26,7 +26,7 @@ def orc(slurm: SlurmTestbed, slurm_cluster: Cluster, tmp_path: Path) -> Orc:
 
 @pytest.fixture
 def digits(orc: Orc) -> Orc:
-    orc.init("digits")
+    orc.init_digits()
     return orc
 
 
@@ -42,7 +42,7 @@ def test_digits_trains_on_two_nodes_and_everything_can_be_seen(digits: Orc) -> N
     assert (view["state"], view["backend"], attempt["state"]) == ("SUCCEEDED", "slurm", "SUCCEEDED")
     assert attempt["hosts"] == ["node1", "node2"]
     assert sorted(attempt["exit"]["ranks"]) == ["0", "1", "2", "3"]
-    assert EPOCH.findall(digits.log("@last", 0)) == [str(epoch) for epoch in range(1, 13)]
+    assert EPOCH.findall(digits.log("@last", 0)) == [str(epoch) for epoch in range(1, 5)]
     for rank in (1, 3):
         assert not EPOCH.findall(digits.log("@last", rank))  # only one process per node prints
     assert "succeeded" in digits("logs", "@last", "--node", "1")
@@ -51,48 +51,6 @@ def test_digits_trains_on_two_nodes_and_everything_can_be_seen(digits: Orc) -> N
     text = digits("status", "@last")
     assert "node1, node2" in text
     assert json.loads(digits("list", "--json"))["jobs"][0]["id"] == view["id"]
-
-
-def test_a_failing_rank_is_named_with_its_traceback(orc: Orc) -> None:
-    script = """
-import os, time
-if os.environ["RANK"] == "3":
-    raise ValueError("the loss is not a number")
-time.sleep(1000)  # nobody waits for this one
-"""
-    orc.write_job(script)
-    orc("submit", "job.yaml", "--cluster", "testbed", *SIZE, "--follow", status=1)
-    view = orc.job("@last")
-    failure = view["attempts"][0]["exit"]["first_failure"]
-    assert (view["state"], view["attempts"][0]["cause"]) == ("FAILED", "crash")
-    assert (failure["rank"], failure["node"], failure["exit_code"]) == (3, 1, 1)
-    text = orc("status", "@last", status=(0, 1))
-    assert "rank 3" in text
-    assert "node2" in text
-    assert "ValueError: the loss is not a number" in text
-    assert 'train.py", line 4' in text
-
-
-def test_a_running_job_is_cancelled_with_grace(orc: Orc) -> None:
-    script = """
-import signal, sys, time
-def end(*_):
-    print("saving", flush=True)
-    sys.exit(0)
-signal.signal(signal.SIGTERM, end)
-print("up", flush=True)
-while True:
-    time.sleep(0.1)
-"""
-    orc.write_job(script)
-    job = orc.submit(*SIZE)
-    orc.until_log(job, 3, "up", timeout_s=120)
-    orc("cancel", job)
-    orc("wait", job, status=3)
-    view = orc.job(job)
-    assert (view["state"], view["attempts"][0]["state"]) == ("CANCELLED", "CANCELLED")
-    for rank in range(4):
-        assert orc.log(job, rank).split() == ["up", "saving"]
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_training_whose_pod_is_preempted_half_way_goes_on_in_another_and_nothi
     tpu_pods: Pods, laptop: Callable[..., Orc], bucket: Bucket
 ) -> None:
     orc = laptop(spot=True)
-    orc.init("digits")
+    orc.init_digits()
     # Half-way, the first attempt waits to be preempted.
     script = orc.directory / "train.py"
     save = "        accelerator.save_state()\n"

@@ -14,7 +14,8 @@ from orc.launchers.backends.base import Backend, Cause, Phase
 
 MPICH = {"kind": "mpirun", "options": {"program": "mpirun.mpich"}}
 DEEPSPEED = {"kind": "deepspeed", "options": {"log_level": "warning"}}
-C10D = {"kind": "torchrun", "options": {"rdzv_backend": "c10d", "monitor_interval": 0.1}}
+ELASTIC = {"rdzv_backend": "c10d", "monitor_interval": 0.1}
+C10D = {"kind": "torchrun", "options": {**ELASTIC, "rdzv_conf": {"join_timeout": 300}}}
 
 
 def deepspeed(launcher: str, **options: Any) -> dict[str, Any]:
@@ -30,6 +31,7 @@ LAUNCHERS: dict[str, tuple[dict[str, Any], str]] = {  # and the program that the
     "deepspeed over MPICH": (deepspeed("mpich"), "mpirun.mpich"),
     "torchrun c10d": (C10D, "sh"),
 }
+WITHOUT_MLFLOW = Path(__file__).parents[2] / "testbed" / "without"
 NASTY = ["a b", "$HOME", "it's", 'x"y', "%n", "`id`", "back\\slash", "{python}", "--local_rank", ""]
 
 
@@ -47,7 +49,7 @@ def need(tmp_path: Path):
         found = shutil.which(program)
         if found is None:
             pytest.skip(f"no {program} (Debian: openmpi-bin, mpich, pdsh)")
-        env = {"DS_ACCELERATOR": "cpu"}
+        env = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(WITHOUT_MLFLOW)}
         if name == "deepspeed over MPICH":
             # DeepSpeed calls "mpirun" and means that of MPICH; the one of this machine may be another.
             (tmp_path / "mpich").mkdir()
@@ -62,6 +64,7 @@ def need(tmp_path: Path):
 # Over pdsh on real hosts: tests/e2e/test_hosts_commands.py.
 @pytest.mark.parametrize("name", [name for name in LAUNCHERS if name != "deepspeed over pdsh"])
 def test_ranks_know_who_they_are_and_get_their_arguments_untouched(name, need, run) -> None:
+    procs = 1 if name == "deepspeed over MPICH" else 2  # each rank begins with a process that imports DeepSpeed
     job, seen = run(
         """
         import json, os, sys
@@ -69,37 +72,37 @@ def test_ranks_know_who_they_are_and_get_their_arguments_untouched(name, need, r
         print(json.dumps([[os.environ[name] for name in names], sys.argv[1:], os.getcwd()]))
         """,
         nodes=2,
-        procs=2,
+        procs=procs,
         args=NASTY,
         **need(name),
     )
     assert seen.phase is Phase.SUCCEEDED, job.all_logs()
     assert seen.exit is not None
-    assert {rank: record["exit_code"] for rank, record in seen.exit.ranks.items()} == {0: 0, 1: 0, 2: 0, 3: 0}
+    assert {rank: record["exit_code"] for rank, record in seen.exit.ranks.items()} == dict.fromkeys(range(2 * procs), 0)
     ports = set()
-    for rank in range(4):
+    for rank in range(2 * procs):
         who, arguments, cwd = json.loads(job.log(rank))
-        assert who[:4] == [str(rank), str(rank % 2), "4", "2"]
+        assert who[:4] == [str(rank), str(rank % procs), str(2 * procs), str(procs)]
         if name != "torchrun c10d":  # which numbers its nodes in the order of their arrival
-            assert who[5] == str(rank // 2)
+            assert who[5] == str(rank // procs)
         ports.add((who[4], who[6]))
         assert arguments == NASTY
         assert cwd == str(job.directory.parent / "work")
     assert len(ports) == 1
 
 
-@pytest.mark.parametrize("name", ["mpirun of MPICH", "deepspeed"])
-def test_the_rank_that_failed_first_is_named_with_its_signal(name, need, run) -> None:
+@pytest.mark.parametrize(("name", "nodes"), [("mpirun of MPICH", 2), ("deepspeed", 1)])
+def test_the_rank_that_failed_first_is_named_with_its_signal(name, nodes, need, run) -> None:
     job, seen = run(
         """
         import os, time
-        if os.environ["RANK"] == "3":
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             print("about to die", flush=True)
             os.kill(os.getpid(), 9)
         for _ in range(600):
             time.sleep(0.1)
         """,
-        nodes=2,
+        nodes=nodes,
         procs=2,
         **need(name),
     )
@@ -107,7 +110,7 @@ def test_the_rank_that_failed_first_is_named_with_its_signal(name, need, run) ->
     assert seen.exit is not None
     first = seen.exit.first_failure
     assert first is not None
-    assert (first.rank, first.node, first.exit_code, first.signal) == (3, 1, None, "SIGKILL")
+    assert (first.rank, first.node, first.exit_code, first.signal) == (2 * nodes - 1, nodes - 1, None, "SIGKILL")
     assert first.log_tail == "about to die"
 
 
@@ -173,7 +176,6 @@ def test_a_rank_that_asks_to_be_run_again_does_not_cost_the_others_their_checkpo
 
 
 def test_torchrun_restarts_the_ranks_where_it_may(need, run) -> None:
-    options = {"rdzv_backend": "c10d", "max_restarts": 1, "monitor_interval": 0.1}
     job, seen = run(
         """
         import os, sys
@@ -182,7 +184,7 @@ def test_torchrun_restarts_the_ranks_where_it_may(need, run) -> None:
             sys.exit(3)
         """,
         procs=2,
-        launcher={"kind": "torchrun", "options": options},
+        launcher={"kind": "torchrun", "options": {**ELASTIC, "max_restarts": 1}},
     )
     assert seen.phase is Phase.SUCCEEDED, job.all_logs()
     assert job.log(1) == "round 0\nround 1\n"
@@ -191,7 +193,6 @@ def test_torchrun_restarts_the_ranks_where_it_may(need, run) -> None:
 
 
 def test_the_last_failure_counts_when_the_restarts_are_used_up(run) -> None:
-    options = {"rdzv_backend": "c10d", "max_restarts": 1, "monitor_interval": 0.1}
     job, seen = run(
         """
         import os, sys
@@ -199,7 +200,7 @@ def test_the_last_failure_counts_when_the_restarts_are_used_up(run) -> None:
         sys.exit(10 + count if os.environ["RANK"] == str(count) else 0)
         """,
         procs=2,
-        launcher={"kind": "torchrun", "options": options},
+        launcher={"kind": "torchrun", "options": {**ELASTIC, "max_restarts": 1}},
     )
     assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.CRASH), job.all_logs()
     assert seen.exit is not None
@@ -230,7 +231,7 @@ def test_deepspeed_reads_its_environment_file_passes_local_rank_when_asked_and_u
         "import os, sys; print(*map(os.environ.get, ('FROM_FILE', 'LAST', 'CUDA_VISIBLE_DEVICES')), *sys.argv[1:])",
         procs=2,
         args=["x y"],
-        env={"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "3,5"},
+        env={"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "3,5", "PYTHONPATH": str(WITHOUT_MLFLOW)},
         launcher={"kind": "deepspeed", "options": {"local_rank": True}},
     )
     assert seen.phase is Phase.SUCCEEDED, job.all_logs()

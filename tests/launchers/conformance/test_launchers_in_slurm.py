@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from orc.launchers.backends.base import Backend, Phase
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+
+WITHOUT_MLFLOW = Path(__file__).parents[2] / "testbed" / "without"
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def test_ranks_know_who_they_are(kind: str, options: dict[str, Any], program: st
         nodes=2,
         procs=2,
         launcher={"kind": kind, "options": options},
-        env={"DS_ACCELERATOR": "cpu"},
+        env={"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(WITHOUT_MLFLOW)},
     )
     assert seen.phase is Phase.SUCCEEDED, job.all_logs()
     assert [json.loads(job.log(rank)) for rank in range(4)] == [

@@ -68,7 +68,7 @@ def test_the_driver_runs_tasks_on_all_nodes_with_the_code_and_environment_of_the
 
 
 def test_a_driver_that_fails_ends_the_attempt_with_its_status_and_its_last_words(run) -> None:
-    job, seen = run("import sys; print('last words'); sys.exit(3)", nodes=2, launcher=RAY)
+    job, seen = run("import sys; print('last words'); sys.exit(3)", launcher=RAY)
     assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.CRASH), job.all_logs()
     assert seen.exit is not None
     assert seen.exit.first_failure is not None

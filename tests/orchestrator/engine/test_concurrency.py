@@ -27,6 +27,15 @@ from orc.launchers.spec import load_job
 from orc.orchestrator.client import Client
 backend = FakeBackend(Path(sys.argv[1]), hosts=json.loads(os.environ.get("FAKE_HOSTS", "{}")))
 """
+# So many processes at once, which share what has been imported.
+FORK = """
+count = int(sys.argv[-1])
+for _ in range(count):
+    if os.fork() == 0:
+        break
+else:
+    sys.exit(any([os.wait()[1] for _ in range(count)]))
+"""
 PASSES = """
 with Client(backend_of=lambda _: backend) as client:
     for _ in range(int(sys.argv[2])):
@@ -77,17 +86,13 @@ def where(request, monkeypatch):
 
 @pytest.fixture
 def at_once(backend, subprocess_env):
-    """Starts so many processes of one kind and returns what each printed."""
+    """Starts so many processes of one kind and returns the words that they printed."""
 
     def start(count, code, *arguments):
-        argv = [sys.executable, "-c", OPEN + code, str(backend.root), *map(str, arguments)]
-        pipe = subprocess.PIPE
-        processes = [
-            subprocess.Popen(argv, env=subprocess_env, stdout=pipe, stderr=pipe, text=True) for _ in range(count)
-        ]
-        results = [process.communicate() for process in processes]
-        assert [(r[1], p.returncode) for r, p in zip(results, processes, strict=True)] == [("", 0)] * count
-        return [out.split() for out, _ in results]
+        argv = [sys.executable, "-c", OPEN + FORK + code, str(backend.root), *map(str, arguments), str(count)]
+        done = subprocess.run(argv, env=subprocess_env, capture_output=True, text=True)
+        assert (done.stderr, done.returncode) == ("", 0)
+        return done.stdout.split()
 
     return start
 
@@ -117,7 +122,7 @@ def test_two_reconcilers_at_once_send_every_retry_once_and_lose_no_event(client,
 def test_submits_at_once_make_a_job_each(client, backend, job_file, at_once, where):
     path = job_file().source_path
     processes = 8 if where == "file" else 4  # which a server does not know from eight
-    ids = [job_id for out in at_once(processes, SUBMITS, path, 2) for job_id in out]
+    ids = at_once(processes, SUBMITS, path, 2)
     assert len(set(ids)) == 2 * processes
     assert {row.id for row in client.jobs(states=["PENDING"])} == set(ids)
     assert sorted(backend.calls("run")) == sorted(f"orc-{job_id}-a1" for job_id in ids)

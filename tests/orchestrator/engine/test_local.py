@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers.backends import open_backend
-from orc.launchers.backends.base import LogSelector, Phase
+from orc.launchers.backends.base import Phase
 from orc.launchers.snapshot.scan import scan
 from orc.launchers.spec import load_job
 from orc.launchers.spec.clusters import get_cluster
@@ -49,23 +49,6 @@ def until(condition: Callable[[], object], seconds: float = 90.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
-
-
-def test_a_job_of_two_nodes_succeeds(submit, local):
-    view = submit("echo I am $RANK of $WORLD_SIZE", resources={"nodes": 2})
-    (done,) = local.wait([view.id], timeout_s=120)
-    assert (done.state, done.attempt.exit.exit_status) == ("SUCCEEDED", 0)
-    said = b"".join(chunk.data for chunk in local.read_log(view.id, LogSelector(rank=1)))
-    assert said == b"I am 1 of 2\n"
-
-
-def test_a_failing_rank_is_named_with_its_last_words(submit, local):
-    view = submit("test $RANK = 0 && exec sleep 60; echo ValueError: too bad; exit 42", resources={"procs_per_node": 2})
-    (done,) = local.wait([view.id], timeout_s=120)
-    failure = done.attempt.exit.first_failure
-    assert (done.state, done.attempt.cause, failure.rank, failure.exit_code) == ("FAILED", "crash", 1, 42)
-    assert "rank 1" in done.reason
-    assert "ValueError: too bad" in failure.log_tail
 
 
 def test_a_failed_attempt_is_retried_with_nobody_looking(submit, local):
@@ -127,15 +110,6 @@ def test_a_retried_job_gets_its_secrets_again(submit, local, orc_home, monkeypat
     until(lambda: not list((orc_home / "state" / "job-secrets").iterdir()))
 
 
-def test_a_running_job_is_cancelled_with_grace(submit, local, tmp_path):
-    view = submit(f"trap 'echo bye > {tmp_path}/bye; exit 1' TERM; touch {tmp_path}/up; while :; do sleep 0.05; done")
-    until((tmp_path / "up").exists)
-    local.cancel([view.id], grace_s=20)
-    (done,) = local.wait([view.id], timeout_s=120)
-    assert (done.state, done.attempt.state, done.attempt.cause) == ("CANCELLED", "CANCELLED", "cancelled")
-    assert (tmp_path / "bye").exists()
-
-
 def test_an_agent_that_is_killed_makes_a_lost_attempt_and_a_retry_that_does_not_overlap(submit, local, tmp_path):
     view = submit(
         # The second attempt fails if it sees the first one's rank alive (a zombie is not).
@@ -151,21 +125,6 @@ def test_an_agent_that_is_killed_makes_a_lost_attempt_and_a_retry_that_does_not_
     (done,) = local.wait([view.id], timeout_s=120)
     assert (done.state, [a.state for a in done.attempts]) == ("SUCCEEDED", ["LOST", "SUCCEEDED"])
     assert done.attempts[0].cause == "node_failure"
-
-
-def test_a_second_copy_of_a_submission_does_not_run(submit, local, tmp_path):
-    """What the ledger calls exactly once rests on the agent's lease as a second lock."""
-    view = submit(f"echo ran >> {tmp_path}/runs")
-    local.wait([view.id], timeout_s=120)
-    ws = local.workspace
-    from orc.launchers.ids import AttemptId
-    from orc.orchestrator.engine.attempt_inputs import stored_snapshot, stored_spec
-
-    backend, snapshot = ws.backend("local"), stored_snapshot(ws, view.digests)
-    plan = backend.render(stored_spec(ws, view.id), snapshot, AttemptId(view.id, 1))
-    assert backend.submit(plan, {}).native_id == view.attempt.native_id
-    time.sleep(0.5)  # a second run, if there were one, takes less
-    assert (tmp_path / "runs").read_text() == "ran\n"
 
 
 def test_an_adopted_attempt_whose_agent_has_not_come_to_its_lease_is_not_lost(submit, local):

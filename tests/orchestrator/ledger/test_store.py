@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 from prepared_jobs import create_prepared
 
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
-from orc.orchestrator.ledger.opening import open_database
-from orc.orchestrator.ledger.queries import JobFilter
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.store import Ledger
 
@@ -101,48 +97,9 @@ def test_active_jobs_are_those_that_have_not_ended(ledger, clock):
     assert ledger.active([]) == []
 
 
-def test_rows_are_filtered_by_state_name_and_tags_newest_first(ledger, clock):
-    for i, (name, tags) in enumerate([("x", {}), ("y", {"t": "1"}), ("x", {"t": "1", "u": "2"}), ("x", {"t": "2"})]):
-        create(ledger, f"{name}-{i}", name=name, tags=tags)
-        clock.now += 1
-
-    def ids(limit=50, **filters):
-        return [row[0] for row in ledger.page(JobFilter(**filters), limit=limit).rows]
-
-    assert ids() == ["x-3", "x-2", "y-1", "x-0"]
-    assert ids(limit=2) == ["x-3", "x-2"]
-    assert ids(name="x", limit=2) == ["x-3", "x-2"]
-    assert ids(tags={"t": "1"}) == ["x-2", "y-1"]
-    assert ids(tags={"t": "1", "u": "2"}) == ["x-2"]
-    assert ids(states=["PREPARED"], name="y") == ["y-1"]
-    assert ids(states=["RUNNING"]) == ids(states=[]) == []
-    assert [row[11] for row in ledger.rows()] == [{"t": "2"}, {"t": "1", "u": "2"}, {"t": "1"}, {}]
-
-
 def test_ids_are_found_by_their_start_and_wildcards_mean_nothing(ledger):
     create(ledger, "digits-aaaaaa")
     create(ledger, "digits-bbbbbb")
     assert set(ledger.matching_ids("digits", 5)) == {"digits-aaaaaa", "digits-bbbbbb"}
     assert ledger.matching_ids("digits-a", 5) == ["digits-aaaaaa"]
     assert ledger.matching_ids("%", 5) == ledger.matching_ids("digits_", 5) == []
-
-
-def test_the_list_of_jobs_is_read_through_an_index(tmp_path, clock):
-    ledger = Ledger(open_database(tmp_path), clock)
-    with ledger.database.read() as connection:
-        for where in ("", "WHERE state IN ('RUNNING')", "WHERE name = 'x'"):
-            plan = connection.tuples(
-                f"EXPLAIN QUERY PLAN SELECT id FROM jobs {where} ORDER BY created_at DESC LIMIT 50"
-            )
-            assert all("INDEX" in row[3] for row in plan), plan
-            assert not any(row[3] == "SCAN jobs" for row in plan), plan
-    ledger.close()
-
-
-def test_json_columns_hold_canonical_text(ledger):
-    job = create(ledger)
-    with ledger.transaction() as tx:
-        tx.record(job, attempt_set={"progress": {"b": 1, "a": 2}, "hosts": ("n1", "n2")})
-    with ledger.database.read() as connection:
-        ((progress, hosts),) = connection.tuples("SELECT progress, hosts FROM attempts")
-    assert (progress, json.loads(hosts)) == ('{"a":2,"b":1}', ["n1", "n2"])

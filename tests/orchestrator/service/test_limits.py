@@ -104,35 +104,21 @@ def test_an_address_that_a_client_invents_is_not_believed(strict: Running) -> No
     assert told == [401, 401, 401, 429]
 
 
-def test_a_proxy_that_is_not_trusted_names_no_address(tmp_path: Path) -> None:
-    made = make_running(
-        tmp_path / "state", behind_proxy=True, trusted_proxies=("10.9.9.9",), failed_logins_per_minute=1
-    ).start()
+@pytest.mark.parametrize(("trusted", "told"), [({"trusted_proxies": ("10.9.9.9",)}, [401, 429]), ({}, [401, 401])])
+def test_a_proxy_names_the_address_if_it_is_trusted(
+    tmp_path: Path, trusted: dict[str, tuple[str, ...]], told: list[int]
+) -> None:
+    made = make_running(tmp_path / "state", behind_proxy=True, failed_logins_per_minute=1, **trusted).start()
+    guess = {"Authorization": "Bearer orc_guessed"}
     try:
         with made.http() as http:
-            guess = {"Authorization": "Bearer orc_guessed"}
-            told = [
-                http.get("/api/v1/me", headers={**guess, "X-Forwarded-For": f"10.0.0.{n}"}).status_code for n in (1, 2)
-            ]
-            assert told == [401, 429]
-    finally:
-        made.stop()
-
-
-def test_a_proxy_that_is_trusted_names_the_address(tmp_path: Path) -> None:
-    made = make_running(tmp_path / "state", behind_proxy=True, failed_logins_per_minute=1).start()
-    try:
-        with made.http() as http:
-            guess = {"Authorization": "Bearer orc_guessed"}
-            told = [
-                http.get("/api/v1/me", headers={**guess, "X-Forwarded-For": f"10.0.0.{n}"}).status_code for n in (1, 2)
-            ]
-            assert told == [401, 401]
-            http.post("/api/v1/tokens", json={"user": "x"}, headers={"X-Forwarded-For": "10.0.0.3"})
-            assert http.get("/api/v1/audit").json()["lines"][0]["address"] == "10.0.0.3"
-            assert (
-                "secure" in http.post("/api/v1/login", json={"token": made.tokens["eve"]}).headers["set-cookie"].lower()
-            )
+            asked = [{**guess, "X-Forwarded-For": f"10.0.0.{n}"} for n in (1, 2)]
+            assert [http.get("/api/v1/me", headers=headers).status_code for headers in asked] == told
+            if not trusted:
+                http.post("/api/v1/tokens", json={"user": "x"}, headers={"X-Forwarded-For": "10.0.0.3"})
+                assert http.get("/api/v1/audit").json()["lines"][0]["address"] == "10.0.0.3"
+                login = http.post("/api/v1/login", json={"token": made.tokens["eve"]})
+                assert "secure" in login.headers["set-cookie"].lower()
     finally:
         made.stop()
 

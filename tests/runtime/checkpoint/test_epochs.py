@@ -113,14 +113,14 @@ class Noisy(Dataset):
         return index + torch.rand(())
 
 
+def build(seed):
+    torch.manual_seed(seed)
+    accelerator = Accelerator()
+    return accelerator, accelerator.prepare(DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=2))
+
+
 def test_augmentation_in_workers_is_repeated_from_the_start_of_an_epoch(tmp_path, make_run):
     make_run()
-
-    def build(seed):
-        torch.manual_seed(seed)
-        accelerator = Accelerator()
-        return accelerator, accelerator.prepare(DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=2))
-
     accelerator, loader = build(1)
     list(loader)
     accelerator.save_state(tmp_path / "s")
@@ -133,12 +133,6 @@ def test_augmentation_in_workers_is_repeated_from_the_start_of_an_epoch(tmp_path
 
 def test_augmentation_in_workers_in_the_middle_of_an_epoch_is_new_but_the_same_each_time(tmp_path, make_run):
     make_run()
-
-    def build(seed):
-        torch.manual_seed(seed)
-        accelerator = Accelerator()
-        return accelerator, accelerator.prepare(DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=2))
-
     accelerator, loader = build(1)
     first = []
     for number, batch in enumerate(loader):

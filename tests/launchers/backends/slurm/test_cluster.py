@@ -93,14 +93,6 @@ def test_a_variable_can_be_passed_on_by_name(runs, monkeypatch) -> None:
     assert run.log(0).split() == ["None", "on"]
 
 
-def test_slurm_s_own_agent_output_is_kept(runs) -> None:
-    run = runs.start(OK)
-    run.ended()
-    text = (run.directory / "logs" / "launcher.log").read_text()
-    assert f"job {run.handle.native_id}, restart 0, on node" in text
-    assert "the agents ended with status 0" in text
-
-
 @pytest.mark.parametrize(
     ("options", "said", "hint"),
     [
@@ -188,13 +180,6 @@ def test_slurm_ends_what_a_hung_agent_does_not(runs) -> None:
     assert seen.phase is Phase.CANCELLED
 
 
-def test_the_time_limit_is_kept_by_the_agents_and_called_by_its_name(runs) -> None:
-    run = runs.start(SLEEP, resources={"time": 8}, grace=1)
-    seen = run.ended()
-    assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.TIMEOUT)
-    assert "time limit" in seen.reason
-
-
 def test_a_script_that_never_gets_to_its_agents_is_a_launch_failure(runs) -> None:
     cluster = runs.cluster.model_copy(update={"python": "/nonexistent/python"})
     runs.cluster = cluster
@@ -262,19 +247,6 @@ def test_a_second_job_that_got_to_run_does_nothing_and_is_seen_as_the_first(runs
     assert run.backend.poll([first])[first].phase is Phase.SUCCEEDED
 
 
-def test_submitting_what_is_there_already_submits_nothing(runs) -> None:
-    run = runs.start(OK)
-    assert run.backend.submit(run.plan, {}).native_id == run.handle.native_id
-    assert run.ended().phase is Phase.SUCCEEDED
-    assert run.backend.submit(run.plan, {}).native_id == run.handle.native_id
-    assert len(runs.slurm.jobs(run.plan.marker)) == 1
-
-
-def test_a_marker_that_was_never_submitted_is_not_found(runs) -> None:
-    run = runs.prepare(OK)
-    assert run.backend.find(run.plan.marker) is None
-
-
 def test_many_attempts_are_polled_with_two_commands(runs, tmp_path) -> None:
     counted = tmp_path / "bin"
     counted.mkdir()
@@ -305,15 +277,25 @@ def test_a_reused_job_number_is_not_taken_for_ours(runs) -> None:
     assert run.poll().phase is Phase.RUNNING
 
 
-def test_a_silent_controller_is_unreachable_and_the_job_does_not_mind(runs) -> None:
-    run = runs.start("import time; print('up', flush=True); time.sleep(4)")
-    run.until_said("up")
+def test_a_silent_controller_is_unreachable_for_every_question_and_the_job_does_not_mind(runs) -> None:
+    run = runs.start(ONCE)
+    eventually((run.directory / "node-0" / "lease.json").exists)
     impatient, _, _ = runs.render(OK, cluster={"query_timeout": 1})
+    another = runs.prepare(OK, secrets={"TOKEN": "x"}, cluster={"query_timeout": 1})
     with runs.slurm.silent_controller():
         began = time.monotonic()
         with pytest.raises(BackendUnreachable, match="did not answer within 1 s"):
             impatient.poll([run.handle])
         assert time.monotonic() - began < 15
+        with pytest.raises(BackendUnreachable, match="squeue did not answer within 1 s"):
+            impatient.entries(run.handle)
+        errors = [f for f in another.backend.preflight(another.plan) if f.level == "error"]
+        with pytest.raises(BackendUnreachable):
+            another.submit()
+    assert [f.what for f in errors] == ["sinfo did not answer within 1 s"]
+    assert run.backend.find(another.plan.marker) is None
+    assert not another.directory.exists()
+    go(run)
     assert run.ended().phase is Phase.SUCCEEDED
 
 
@@ -341,15 +323,6 @@ def test_a_submission_into_silence_is_ambiguous_and_found_later(runs, tmp_path) 
     run.handle = eventually(lambda: run.backend.find(run.plan.marker), timeout_s=run.backend.visibility_s)
     assert run.ended().phase is Phase.SUCCEEDED
     assert len(runs.slurm.jobs(run.plan.marker)) == 1
-
-
-def test_nothing_is_submitted_to_a_controller_that_was_silent_before(runs) -> None:
-    run = runs.prepare(OK, secrets={"TOKEN": "x"}, cluster={"query_timeout": 1})
-    patient, _, _ = runs.render(OK)
-    with runs.slurm.silent_controller(), pytest.raises(BackendUnreachable):
-        run.submit()
-    assert patient.find(run.plan.marker) is None
-    assert not run.directory.exists()
 
 
 def test_preflight_likes_what_works(runs) -> None:
@@ -388,17 +361,3 @@ def test_preflight_sees_a_root_that_cannot_be_written(runs, tmp_path) -> None:
     backend, plan, _ = runs.render(OK)
     errors = [f for f in backend.preflight(plan) if f.level == "error"]
     assert [f.what for f in errors] == [f"{tmp_path}/file cannot be written"]
-
-
-def test_entering_a_node_says_that_the_controller_is_silent(runs) -> None:
-    run = runs.start(OK, cluster={"query_timeout": 5})
-    run.ended()
-    with runs.slurm.silent_controller(), pytest.raises(BackendUnreachable, match="squeue did not answer within 5 s"):
-        run.backend.entries(run.handle)
-
-
-def test_preflight_says_that_the_controller_is_silent(runs) -> None:
-    run = runs.prepare(OK, cluster={"query_timeout": 5})
-    with runs.slurm.silent_controller():
-        errors = [f for f in run.backend.preflight(run.plan) if f.level == "error"]
-    assert [f.what for f in errors] == ["sinfo did not answer within 5 s"]

@@ -123,27 +123,30 @@ def test_a_rank_that_always_asks_to_run_again_does_not_run_for_ever(runs) -> Non
     assert (seen.phase, seen.cause, seen.restarts) == (Phase.FAILED, Cause.PREEMPTED, 0)
 
 
-@pytest.mark.parametrize(("nap", "said"), [("", ["up", "saved"]), ("time.sleep(1.5)", ["up", "saved"])])
-def test_a_preempted_job_without_requeue_ends_as_preempted(runs, nap: str, said: list[str]) -> None:
-    run = runs.start(RESUMES.replace('print("saved"', f'{nap}\n    print("saved"'), resources=spot())
+def test_a_preempted_job_without_requeue_ends_as_preempted(runs) -> None:
+    run = runs.start(RESUMES.replace('print("saved"', 'time.sleep(1.5)\n    print("saved"'), resources=spot())
     run.until_said("up", rank=0)
     run.until_said("up", rank=1)
     runs.slurm.preempt(seconds=1)
     seen = run.ended()
     assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.PREEMPTED)
-    assert run.log(0).splitlines() == said
+    assert run.log(0).splitlines() == ["up", "saved"]
     assert seen.exit is not None
 
 
-def test_a_node_that_goes_down_is_a_node_failure(runs) -> None:
+@pytest.mark.parametrize("how", ["goes down", "loses its power"])
+def test_a_node_that_is_lost_is_a_node_failure(runs, how: str) -> None:
     run = runs.start(SLEEP, resources={"nodes": 2})
     run.until_said("up", rank=1)
     lost = run.poll().hosts[1]
-    runs.slurm.set_down(lost)
+    lose, mend = runs.slurm.crash_node, runs.slurm.up
+    if how == "goes down":
+        lose, mend = runs.slurm.set_down, lambda: runs.slurm.resume(lost)
+    lose(lost)
     try:
-        seen = run.ended()
+        seen = run.ended(timeout_s=120)
     finally:
-        runs.slurm.resume(lost)
+        mend()
     assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.NODE_FAILURE), run.everything()
     assert lost in seen.reason
 
@@ -163,20 +166,6 @@ def test_a_job_whose_node_goes_down_runs_again_on_others(runs) -> None:
     assert (seen.phase, seen.restarts) == (Phase.SUCCEEDED, 1), run.everything()
     assert lost not in seen.hosts
     assert runs_of(run, 1) == "01"
-
-
-@pytest.mark.slow
-def test_a_node_that_loses_its_power_is_a_node_failure(runs) -> None:
-    run = runs.start(SLEEP, resources={"nodes": 2})
-    run.until_said("up", rank=1)
-    lost = run.poll().hosts[1]
-    runs.slurm.crash_node(lost)
-    try:
-        seen = run.ended(timeout_s=120)
-    finally:
-        runs.slurm.up()
-    assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.NODE_FAILURE), run.everything()
-    assert lost in seen.reason
 
 
 @pytest.mark.slow

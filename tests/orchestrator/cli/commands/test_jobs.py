@@ -227,10 +227,16 @@ def test_an_offset_beyond_the_end_of_a_log_shows_nothing(orc: Run, job_file: Job
         assert (result.code, result.out) == (0, "")
 
 
-def test_a_cancelled_job_ends_follow_with_3(orc: Run, job_file: JobFile) -> None:
-    command = [sys.executable, "-m", "orc.orchestrator.cli.main", "submit", job_file(SLEEPING), "--follow"]
+def following(orc: Run, file: str) -> subprocess.Popen[str]:
+    """A process that has submitted the job of *file*, which runs, and follows it."""
+    command = [sys.executable, "-m", "orc.orchestrator.cli.main", "submit", file, "--follow"]
     follower = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     _until(lambda: [job["state"] for job in orc("list", "--json").json["jobs"]] == ["RUNNING"])
+    return follower
+
+
+def test_a_cancelled_job_ends_follow_with_3(orc: Run, job_file: JobFile) -> None:
+    follower = following(orc, job_file(SLEEPING))
     orc("cancel", "@last", "--grace", "1")
     _, err = follower.communicate(timeout=120)
     assert follower.returncode == 3
@@ -238,9 +244,7 @@ def test_a_cancelled_job_ends_follow_with_3(orc: Run, job_file: JobFile) -> None
 
 
 def test_ctrl_c_stops_following_and_leaves_the_job_alone(orc: Run, job_file: JobFile) -> None:
-    command = [sys.executable, "-m", "orc.orchestrator.cli.main", "submit", job_file(SLEEPING), "--follow"]
-    follower = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    _until(lambda: [job["state"] for job in orc("list", "--json").json["jobs"]] == ["RUNNING"])
+    follower = following(orc, job_file(SLEEPING))
     follower.send_signal(signal.SIGINT)
     _, err = follower.communicate(timeout=120)
     assert follower.returncode == 130

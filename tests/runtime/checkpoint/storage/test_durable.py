@@ -318,38 +318,22 @@ def test_a_first_checkpoint_gets_its_name_after_its_content_is_on_disk(tmp_path,
     assert steps(calls) == ["fsync c.tmp", "rename c.tmp", f"fsync {tmp_path.name}"]
 
 
-def test_a_checkpoint_takes_the_place_of_another_in_one_step_where_names_can_be_swapped(tmp_path, calls, monkeypatch):
-    trace(monkeypatch, calls, True)
+ASIDE = ["remove c.replaced", "rename c", "rename c.tmp"]  # the old one waits under another name
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_checkpoint_takes_the_place_of_another_in_one_step_where_names_can_be_swapped(
+    tmp_path, calls, monkeypatch, swaps
+):
+    trace(monkeypatch, calls, swaps)
     folder(tmp_path / "c", "old")
     folder(tmp_path / "c.tmp", "new")
     folder(tmp_path / "c.replaced", "oldest")
     publish(tmp_path / "c.tmp", tmp_path / "c")
     assert there(tmp_path) == {"c": "new"}
-    assert steps(calls) == [
-        "fsync c.tmp",
-        "exchange c.tmp c",
-        f"fsync {tmp_path.name}",
-        "remove c.tmp",
-        "remove c.replaced",
-    ]
-
-
-def test_where_names_cannot_be_swapped_the_old_one_waits_under_another(tmp_path, calls, monkeypatch):
-    trace(monkeypatch, calls, False)
-    folder(tmp_path / "c", "old")
-    folder(tmp_path / "c.tmp", "new")
-    folder(tmp_path / "c.replaced", "oldest")
-    publish(tmp_path / "c.tmp", tmp_path / "c")
-    assert there(tmp_path) == {"c": "new"}
-    assert steps(calls) == [
-        "fsync c.tmp",
-        "exchange c.tmp c",
-        "remove c.replaced",
-        "rename c",
-        "rename c.tmp",
-        f"fsync {tmp_path.name}",
-        "remove c.replaced",
-    ]
+    before, after = ([], ["remove c.tmp"]) if swaps else (ASIDE, [])
+    swapped = ["fsync c.tmp", "exchange c.tmp c", *before, f"fsync {tmp_path.name}"]
+    assert steps(calls) == [*swapped, *after, "remove c.replaced"]
 
 
 @pytest.mark.parametrize(
