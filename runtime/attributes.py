@@ -278,9 +278,9 @@ class AcceleratorAttributes(ProcessControl):
         return self._options.step_scheduler_with_optimizer
 
     @property
-    def rng_types(self) -> tuple[str, ...]:
+    def rng_types(self) -> list[str]:
         """Generators that loaders align at the start of a pass."""
-        return self._options.rng_types
+        return list(self._options.rng_types)
 
     @property
     def project_configuration(self) -> ProjectConfiguration:

@@ -71,6 +71,9 @@ class View:
         context = object.__getattribute__(self, "ctx")
         return not context.forgotten or peek_context() is not None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).of, (self.ctx,)  # a copy shows the same run, a pickle what its process was
+
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(attribute := getattr(type(self), name, None), property) and attribute.fset is not None:
             attribute.fset(self, value)

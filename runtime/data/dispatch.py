@@ -32,6 +32,7 @@ class DataLoaderDispatcher(DataLoaderShard):
     A round is one batch per rank, or with ``split_batches`` one batch cut into equal parts. What does not fill the
     last round is dealt out evenly; rows from the start of the data make it divisible (`remainder` tells how many rows
     are real), unless ``drop_last``. Batches of different shapes are not joined for that: ranks get whole ones.
+    A process by itself reads as any other loader does.
 
     Args:
         split_batches: cut each batch of the given loader instead of handing out whole ones.
@@ -102,13 +103,16 @@ class DataLoaderDispatcher(DataLoaderShard):
         """Counted in rounds, and in samples of whole rounds."""
         state = super().state_dict()
         live = self.cursor.live
-        if live is not None:
+        if live is not None and self.context.distributed:
             state["offset"], state["global_batch"] = live.samples(self.total_batch_size), self.total_batch_size
             if "batches" in state:
                 state["batches"] = live.cut.batches + live.rounds * self.per_round
         return state
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._dispatched() if self.context.distributed else super().__iter__()
+
+    def _dispatched(self) -> Iterator[Any]:
         current = self._open()
         self.gradient.begin(self)
         exhausted = False
@@ -152,7 +156,7 @@ class DataLoaderDispatcher(DataLoaderShard):
                 yield message
 
     def _read(self, current: Pass) -> Iterator[Message]:
-        if not self._senders and self.context.distributed:
+        if not self._senders:
             group = self.context.control_group("a dispatching loader")
             self._senders = [Sender(rank, group, self.context.key) for rank in range(1, self.context.world_size)]
         try:

@@ -122,7 +122,7 @@ def prepare_data_loader(
     simulated = torch_device_mesh is None and world != everybody
     shared = _is_shared(dataloader, world)
     dispatch = is_stream(dataloader) if dispatch_batches is None else dispatch_batches
-    dispatch = dispatch and context.distributed and world == everybody and not shared
+    dispatch = dispatch and world == everybody and not shared
     # Where rank 0 alone reads, it alone draws: the others would not come to agree on anything.
     share = share_in(context, simulated=simulated or dispatch)
     if shared and split_batches:
@@ -137,7 +137,7 @@ def prepare_data_loader(
     kept: dict[str, Any] = {
         name: getattr(dataloader, name) for name in KEPT if hasattr(dataloader, name) and name in known
     }
-    if dispatch:
+    if dispatch and context.distributed:
         kept.pop("generator", None)  # of the order alone: the seed of the workers comes from torch's, on all ranks
     if dataloader.num_workers > 0:
         kept["worker_init_fn"] = WorkerStart(dataloader.worker_init_fn)
@@ -204,7 +204,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if num_batches < 0:
         raise ValueError(f"skip_first_batches: {num_batches} batches cannot be skipped")
     if not isinstance(dataloader, DataLoaderAdapter):
-        dataloader = prepare_data_loader(dataloader, num_processes=1, process_index=0)  # type: ignore[assignment]
+        dataloader = prepare_data_loader(  # type: ignore[assignment]
+            dataloader, num_processes=1, process_index=0, dispatch_batches=False
+        )
     assert isinstance(dataloader, DataLoaderAdapter)
     return dataloader.skipping(num_batches)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import pickle
 import subprocess
@@ -136,8 +137,12 @@ def test_prepared_loaders_say_what_they_are_and_survive_pickling():
     twin = pickle.loads(pickle.dumps(loader))
     assert (twin.num_workers, twin.batch_size, len(twin)) == (2, 2, 6)
     assert [batch.tolist() for batch in twin] == [batch.tolist() for batch in loader]
+    assert (accelerator.rng_types, Accelerator(rng_types=["torch"]).rng_types) == (["generator"], ["torch"])
     again = pickle.loads(pickle.dumps(accelerator))
     assert again.device == accelerator.device
+    for state in (accelerator.state, accelerator.gradient_state, PartialState()):
+        for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+            assert (type(other), repr(other)) == (type(state), repr(state))
 
 
 def test_repeated_blocks_are_compiled_in_place():

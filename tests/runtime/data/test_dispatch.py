@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from orc.runtime import Accelerator, DataLoaderConfiguration
+from orc.runtime import Accelerator, DataLoaderConfiguration, DataLoaderDispatcher
 from orc.runtime.data.dispatch import DispatchError
 from orc.runtime.testing import run_threads
 
@@ -101,3 +101,13 @@ def test_drop_last_drops_the_incomplete_round_only():
         return [batch[:, 0].tolist() for batch in loader]
 
     assert run_threads(2, body) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
+
+
+def test_a_process_by_itself_has_a_dispatcher_where_several_have_one():
+    accelerator = Accelerator()
+    stream = accelerator.prepare(DataLoader(Sentences(3), batch_size=None))
+    assert isinstance(stream, DataLoaderDispatcher)
+    assert [len(row) for row in stream] == [1, 2, 3]
+    assert not isinstance(accelerator.prepare(DataLoader(range(3))), DataLoaderDispatcher)
+    chosen = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True)).prepare(DataLoader(range(3)))
+    assert isinstance(chosen, DataLoaderDispatcher)
