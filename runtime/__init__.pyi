@@ -274,11 +274,13 @@ from orc.runtime.weights.hooks import SequentialHook as SequentialHook
 from orc.runtime.weights.hooks import add_hook_to_module as add_hook_to_module
 from orc.runtime.weights.hooks import remove_hook_from_module as remove_hook_from_module
 from orc.runtime.weights.hooks import remove_hook_from_submodules as remove_hook_from_submodules
-from orc.runtime.weights.load_and_dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from orc.runtime.weights.load_in_model import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from orc.runtime.weights.load_in_model import load_checkpoint_in_model as load_checkpoint_in_model
 from orc.runtime.weights.model_offload import CpuOffload as CpuOffload
 from orc.runtime.weights.model_offload import UserCpuOffloadHook as UserCpuOffloadHook
 from orc.runtime.weights.model_offload import cpu_offload_with_hook as cpu_offload_with_hook
+from orc.runtime.weights.offload import OffloadedWeightsLoader as OffloadedWeightsLoader
+from orc.runtime.weights.offload import PrefixedDataset as PrefixedDataset
 from orc.runtime.weights.offload import load_offloaded_weight as load_offloaded_weight
 from orc.runtime.weights.offload import load_offloaded_weights as load_offloaded_weights
 from orc.runtime.weights.offload import load_state_dict as load_state_dict
@@ -288,8 +290,6 @@ from orc.runtime.weights.offload import save_offload_index as save_offload_index
 from orc.runtime.weights.quantization.config import BnbQuantizationConfig as BnbQuantizationConfig
 from orc.runtime.weights.quantization.config import TorchAoQuantizationConfig as TorchAoQuantizationConfig
 from orc.runtime.weights.quantization.load import load_and_quantize_model as load_and_quantize_model
-from orc.runtime.weights.weights_map import OffloadedWeightsLoader as OffloadedWeightsLoader
-from orc.runtime.weights.weights_map import PrefixedDataset as PrefixedDataset
 
 HOMES: dict[str, str]
 

@@ -6,8 +6,7 @@ from orc.runtime.memory.device_map import check_device_map, infer_auto_device_ma
 from orc.runtime.weights.casting import attach_layerwise_casting_hooks
 from orc.runtime.weights.dispatch import cpu_offload, disk_offload, dispatch_model
 from orc.runtime.weights.empty_weights import init_empty_weights, init_on_device
-from orc.runtime.weights.load_and_dispatch import load_checkpoint_and_dispatch
-from orc.runtime.weights.load_in_model import load_checkpoint_in_model
+from orc.runtime.weights.load_in_model import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from orc.runtime.weights.model_offload import cpu_offload_with_hook
 
 __all__ = [

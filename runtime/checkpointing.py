@@ -171,8 +171,7 @@ class Checkpointing(StateSaving):
             ValueError: *max_shard_size* cannot be read.
             CheckpointError: the weights cannot be stored this way.
         """
-        from orc.runtime.checkpoint.state import strategy_named
-        from orc.runtime.checkpoint.state.base import FULL
+        from orc.runtime.checkpoint.state.strategies import FULL, strategy_named
         from orc.runtime.weights.loading import save_model
         from orc.runtime.weights.quantization.scheme import refuse_to_save
 

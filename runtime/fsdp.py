@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format import layout, pickled
+from orc.runtime.checkpoint.format import layout, state_file
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error, attempt
 from orc.runtime.checkpoint.saving import write
-from orc.runtime.checkpoint.state import strategy_named
 from orc.runtime.checkpoint.state.adapters import adapter_names
-from orc.runtime.checkpoint.state.base import FULL, SHARDED, strategy_wanted
+from orc.runtime.checkpoint.state.strategies import FULL, SHARDED, strategy_named, strategy_wanted
 from orc.runtime.checkpoint.storage.durable import HashingFile, publish, remove_tree, temporary_name, write_file
 from orc.runtime.core.prepared import Layout, PreparedModel
 from orc.runtime.parallel.records import record_of
@@ -248,10 +247,10 @@ def _file(directory: Path, files: tuple[str, ...], folders: tuple[str, ...]) -> 
 def _read(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
-            from orc.runtime.checkpoint.state.placing import read_weights
+            from orc.runtime.checkpoint.storage.copying import read_weights
 
             return read_weights(path)
-        return pickled.read(path, "cpu", mmap=True)
+        return state_file.read(path, "cpu", mmap=True)
     except CheckpointError:
         raise
     except Exception as error:

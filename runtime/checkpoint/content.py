@@ -1,35 +1,79 @@
-"""The content of a save: the states of a rank, collected, and the files that it is going to write of them."""
+"""The content of a save: what was asked for, the states of a rank, collected, and the files that it writes of them."""
 
 from __future__ import annotations
 
 import io
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format import layout, pickled
-from orc.runtime.checkpoint.format.manifest import plain
-from orc.runtime.checkpoint.format.safetensors_file import without_aliases, write_tensors
+from orc.runtime.checkpoint.format import layout, state_file
+from orc.runtime.checkpoint.format.layout import plain
+from orc.runtime.checkpoint.format.naming import CheckpointRoot
+from orc.runtime.checkpoint.format.state_file import without_aliases, write_tensors
 from orc.runtime.checkpoint.replication.barrier import attempt
-from orc.runtime.checkpoint.request import SaveRequest
-from orc.runtime.checkpoint.state import rng, strategy_named
-from orc.runtime.checkpoint.state.base import FULL, strategy_of, strategy_of_optimizer
-from orc.runtime.checkpoint.state.by_engine import engine_tasks, without_engines
+from orc.runtime.checkpoint.state import rng
 from orc.runtime.checkpoint.state.staging import Stage
+from orc.runtime.checkpoint.state.strategies import (
+    FULL,
+    engine_tasks,
+    strategy_named,
+    strategy_of,
+    strategy_of_optimizer,
+    without_engines,
+)
 from orc.runtime.checkpoint.storage.destination import Destination
 from orc.runtime.checkpoint.storage.durable import Hashing
+from orc.runtime.checkpoint.storage.remote import Location, RemoteRoot
 from orc.runtime.parallel.records import records_of
 
 if TYPE_CHECKING:
     from orc.runtime.checkpoint.state.planning import ShardPlans
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.prepared import Prepared
+
+Hook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], None]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of training: optimizer steps, and the position of the loader that training reads.
+
+    ``norms`` are the usual gradient norms by which updates are vetoed (`SpikeGuard.norms`).
+    """
+
+    step: int = 0
+    epoch: int = 0
+    offset: int = 0
+    norms: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """Arguments of one save, as each rank passes them.
+
+    directory:
+        Where to; with `None` below *root*, numbered from *at_least* on and after what any machine has there.
+    state:
+        Name of the strategy that saves sharded models; with `None` each rank saves its shards.
+    """
+
+    directory: Location | None
+    root: CheckpointRoot | RemoteRoot | None
+    at_least: int
+    progress: Progress
+    safe: bool = True
+    hooks: Sequence[Hook] = ()
+    state: str | None = None  # strategy of sharded models
+    engine_options: Mapping[str, Any] = field(default_factory=dict)  # of engines that lay out their own part
+    alone: bool = False  # rank 0 saves by itself
+
 
 Task = Callable[[Hashing], None]
 # What a rank is going to write, by file name; or the error that keeps it from doing so.
@@ -170,7 +214,7 @@ def _check_loadable(name: str, state: Any) -> None:
     torch.save(_without_tensors(plain(state)), memory)
     memory.seek(0)
     try:
-        pickled.read(memory)
+        state_file.read(memory)
     except Exception as error:  # noqa: BLE001 - whatever the loader objects to
         reason = str(error).split("\n")[-1] or type(error).__name__
         raise CheckpointError(
@@ -182,7 +226,7 @@ def _check_loadable(name: str, state: Any) -> None:
 
 def _without_tensors(state: Any) -> Any:
     """*state* with dense tensors and arrays as `None`, in dictionaries, lists and tuples of the plain kinds."""
-    if type(state) in (torch.Tensor, torch.nn.Parameter) or pickled.is_array(state):
+    if type(state) in (torch.Tensor, torch.nn.Parameter) or state_file.is_array(state):
         return None
     if type(state) in (dict, OrderedDict):
         return {key: _without_tensors(value) for key, value in state.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,19 @@ import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 from orc.runtime.checkpoint.format import layout
-from orc.runtime.checkpoint.format.manifest import Manifest
+from orc.runtime.checkpoint.format.layout import Manifest
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
-from orc.runtime.checkpoint.state import fit, rng, strategy_named
-from orc.runtime.checkpoint.state.base import FULL, SHARDED, steps_parts
-from orc.runtime.checkpoint.state.by_engine import engine_problem, own_state_of, without_engines
-from orc.runtime.checkpoint.state.placing import placed, read_state, unmapped, unpickle
-from orc.runtime.checkpoint.storage.copying import CopyQueue
+from orc.runtime.checkpoint.state import fit, rng
+from orc.runtime.checkpoint.state.strategies import (
+    FULL,
+    SHARDED,
+    engine_problem,
+    own_state_of,
+    steps_parts,
+    strategy_named,
+    without_engines,
+)
+from orc.runtime.checkpoint.storage.copying import CopyQueue, placed, read_state, unmapped, unpickle
 from orc.runtime.checkpoint.verified import READ_PATIENCE_S, Verified, tell
 from orc.runtime.collectives.tree import recursively_apply
 from orc.runtime.core.prepared import Layout, PreparedModel
@@ -31,6 +38,24 @@ if TYPE_CHECKING:
     from orc.runtime.core.prepared import Prepared
 
 Hook = Callable[[list[torch.nn.Module], str], None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is prepared or registered (an ``optimizer``, a ``loader`` or another kind), and from where it is loaded.
+
+    strategy:
+        That loads it; with `None` it loads what the file holds by itself.
+    """
+
+    path: Path
+    target: Any
+    strategy: str | None = None
+    kind: str = ""
+
+    def source(self, states: Mapping[str, Any]) -> Any:
+        """Return what the strategy takes: the folder, or of *states*, by file, its own."""
+        return self.path if self.strategy == SHARDED else states[self.path.name]
 
 
 def load(
@@ -55,6 +80,8 @@ def load(
     directory, manifest = checked.directory, checked.manifest
     options = dict(model_options or {})
     everything, prepared = prepared, without_engines(prepared)
+    entries: list[Entry] = []
+    models: list[Entry] = []
     states: dict[str, Any] = {}
     random_states: Any = None
     error: str | None = None
@@ -62,19 +89,18 @@ def load(
         try:
             if (wrong := engine_problem(everything, manifest)) is not None:
                 raise CheckpointError(f"{directory} does not fit what is prepared: {wrong}. Nothing was loaded")
-            names = _names(prepared, manifest.files)
-            _check_counterparts(directory, manifest, names)
-            for name in names:
-                # An optimizer's counts of steps would stay where they are read to, and be waited for at every step.
-                placed_by_torch = name.startswith(layout.OPTIMIZER_NAME)
-                states[name] = unpickle(directory / name, None if placed_by_torch else map_location)
-            _check_states(directory, prepared, states, manifest.files)
-            _check_shards(directory, manifest, prepared)
+            entries = _entries(directory, prepared, manifest.files)
+            _check_counterparts(directory, manifest, entries)
+            for entry in entries:
+                if entry.strategy != SHARDED:
+                    # An optimizer's counts of steps would stay where they are read to, and be waited for at each step.
+                    placed_by_torch = entry.path.name.startswith(layout.OPTIMIZER_NAME)
+                    states[entry.path.name] = unpickle(entry.path, None if placed_by_torch else map_location)
+            _check_states(entries, states, records_of(prepared))
+            loaders = [entry for entry in entries if entry.kind == "loader"]
             if roll_over:
-                for index in range(len(prepared.dataloaders)):
-                    name = layout.numbered(layout.SAMPLER_NAME, index, "bin")
-                    states[name] = next_epoch(states[name])
-            _check_positions(context, directory, prepared, states)
+                states |= {entry.path.name: next_epoch(states[entry.path.name]) for entry in loaders}
+            _check_positions(context, loaders, states)
             checked.bring({layout.random_states_file(context.topology.rng_source_rank)} & manifest.files.keys())
             random_states = _random_states(context, directory, manifest)
         except CheckpointError as failure:
@@ -82,63 +108,69 @@ def load(
     # Hooks may load something by themselves: not before the rest is known to fit.
     barrier.hold("load_state (reading)", error, _agree, timeout_s=READ_PATIENCE_S)
     modules = list(everything.models)
-    models: list[PreparedModel] = []
+    strict = options.get("strict", True)
     with _not_awaited(barrier, "load_state (checking)"):
         for hook in hooks:
             hook(modules, str(directory))
-        models = [record for record in records_of(prepared, modules) if record.layout is not Layout.OF_ENGINE]
-        error = _error_of(lambda: _check_models(directory, manifest, models, options))
+        records = [record for record in records_of(prepared, modules) if record.layout is not Layout.OF_ENGINE]
+        models = _model_entries(directory, manifest, records)
+        error = _error_of(lambda: _check_models(directory, manifest, models, strict))
         if error is None and checked.source is not None:
-            error = _error_of(lambda: checked.bring(_shards_read(directory, manifest, prepared, models), shared=True))
-    tried = {
-        index
-        for index, model in enumerate(models)
-        if not (model.spread or _in_shards(manifest, layout.model_shards(index))) and fit.decides_itself(model.bare)
-    }
+            read = partial(_shards_read, entries, models, records_of(prepared))
+            error = _error_of(lambda: checked.bring(read(), shared=True))
+    tried = [entry for entry in models if entry.strategy is None and fit.decides_itself(entry.target.bare)]
     # Until here nothing has changed anywhere; what can be known to fail has failed on all ranks.
     barrier.hold("load_state (checking)", error, _agree, timeout_s=READ_PATIENCE_S)
     with ExitStack() as undo:
         with _not_awaited(barrier, "load_state (trying)"):
-            error = _error_of(lambda: _try(undo, context, checked, prepared, states, random_states))
-            for index, model in enumerate(models):
-                if error is None and index in tried:
-                    load_it = partial(_load_model, directory, manifest, index, model, map_location, options)
-                    name = _model_path(directory, manifest, index).name
-                    error = _error_of(partial(fit.load_tentatively, undo, name, model.bare, load_it))
+            error = _error_of(lambda: _try(undo, context, entries, states, random_states))
+            for entry in tried if error is None else ():
+                load_it = partial(_load_model, entry, map_location, options)
+                error = error or _error_of(
+                    partial(fit.load_tentatively, undo, entry.path.name, entry.target.bare, load_it)
+                )
         barrier.hold("load_state (trying)", error, _agree, timeout_s=READ_PATIENCE_S)
         undo.pop_all()
     if (own := own_state_of(everything)) is not None:
         own.load(directory, modules, options)
     with CopyQueue() as copies:
         # What can be read straight into its place is, in threads; the rest goes the way of its kind.
-        weights = _whole_weights(directory, manifest, models, map_location)
+        # Models are read in one piece, and only now.
+        weights = {
+            entry.path: (read_state(entry.path, map_location), entry.target)
+            for entry in models
+            if entry.strategy is None and entry not in tried
+        }
         copies.read_from(*weights, *(directory / name for name in states))
         ready = {}
-        sharded = _sharded_optimizers(prepared)
-        for name, optimizer in _optimizers(prepared, manifest.files).items():
-            if name not in sharded:
-                ready[name] = unmapped(states.pop(name), copies, optimizer.state_dict())
+        for entry in entries:
+            if entry.strategy is None and entry.kind == "optimizer":
+                name = entry.path.name
+                ready[name] = unmapped(states.pop(name), copies, entry.target.state_dict())
         if not options.get("assign"):
             for path, (state, model) in weights.items():
                 weights[path] = placed(state, model.bare, copies), model
-        for index, model in enumerate(models):
-            if index not in tried and (model.spread or _in_shards(manifest, layout.model_shards(index))):
-                _load_model(directory, manifest, index, model, map_location, options)
-        _load_shards(directory, manifest, prepared)
+        for entry in models:
+            if entry.strategy is not None:
+                _load_model(entry, map_location, options)
+        for entry in entries:
+            if entry.strategy == SHARDED:
+                strategy_named(SHARDED).load_optimizer(entry.path, entry.target, records_of(prepared))
         copies.wait()
         for path, (state, model) in weights.items():
             _load_weights(path, state, model, options)
-        for name, target in _names(prepared, manifest.files).items():
-            if name in sharded:
-                strategy_named(FULL).load_optimizer(states.pop(name), target, records_of(prepared))
-                continue
-            state = ready.pop(name) if name in ready else unmapped(states.pop(name), copies)
-            copies.wait()
-            try:
-                target.load_state_dict(state)
-            except (ValueError, KeyError, RuntimeError) as failure:
-                raise CheckpointError(f"{directory / name} does not fit what is prepared: {failure}") from failure
-            del state
+        for entry in entries:
+            name = entry.path.name
+            if entry.strategy == FULL:
+                strategy_named(FULL).load_optimizer(states.pop(name), entry.target, records_of(prepared))
+            elif entry.strategy is None:
+                state = ready.pop(name) if name in ready else unmapped(states.pop(name), copies)
+                copies.wait()
+                try:
+                    entry.target.load_state_dict(state)
+                except (ValueError, KeyError, RuntimeError) as failure:
+                    raise CheckpointError(f"{entry.path} does not fit what is prepared: {failure}") from failure
+                del state
     if context.is_main and manifest.random_states is not None and context.world_size > 1:
         tell(
             f"{directory} was saved by rank 0 alone, with its random states: those of the other ranks are made anew, "
@@ -151,23 +183,18 @@ def load(
 
 
 def _try(
-    undo: ExitStack,
-    context: RunContext,
-    checked: Verified,
-    prepared: Prepared,
-    states: Mapping[str, Any],
-    random_states: Any,
+    undo: ExitStack, context: RunContext, entries: Sequence[Entry], states: Mapping[str, Any], random_states: Any
 ) -> None:
     """Load what decides by itself whether a state fits, into its place; *undo* puts everything back."""
     if random_states is not None:
         undo.callback(rng.restore, rng.capture(context.compute, context.device), context.device, context.compute)
         rng.restore(random_states, context.device, context.compute)
-    loaders = _loaders(prepared)
-    for name, target in _names(prepared, checked.manifest.files).items():
-        if name not in loaders and fit.decides_itself(target):
+    for entry in entries:
+        if entry.strategy != SHARDED and entry.kind != "loader" and fit.decides_itself(entry.target):
             # As it is mapped, in containers of its own: it needs no memory beside the copy of what it replaces.
-            state = recursively_apply(lambda one: one, states[name])
-            fit.load_tentatively(undo, str(checked.directory / name), target, partial(target.load_state_dict, state))
+            state = recursively_apply(lambda tensor: tensor, states[entry.path.name])
+            load_it = partial(entry.target.load_state_dict, state)
+            fit.load_tentatively(undo, str(entry.path), entry.target, load_it)
 
 
 @contextmanager
@@ -197,170 +224,105 @@ def _error_of(action: Callable[[], None]) -> str | None:
     return None
 
 
-def _optimizers(prepared: Prepared, files: Collection[str] = ()) -> dict[str, Any]:
-    """File names of the optimizers, but of those whose state lies in shards among *files*."""
-    return {
-        layout.numbered(layout.OPTIMIZER_NAME, index, "bin"): optimizer
-        for index, optimizer in enumerate(prepared.optimizers)
-        if layout.shard_metadata(layout.optimizer_shards(index)) not in files
-    }
-
-
-def _loaders(prepared: Prepared) -> dict[str, Any]:
-    """File names of the loaders."""
-    return {
-        layout.numbered(layout.SAMPLER_NAME, index, "bin"): loader for index, loader in enumerate(prepared.dataloaders)
-    }
-
-
-def _names(prepared: Prepared, files: Collection[str] = ()) -> dict[str, Any]:
-    """File names of everything but models, random states and what lies in shards among *files*, with its object."""
-    named = _optimizers(prepared, files)
+def _entries(directory: Path, prepared: Prepared, files: Collection[str] = ()) -> list[Entry]:
+    """Return everything but models and random states, with its place among the *files* of a checkpoint."""
+    models = records_of(prepared)
+    entries = []
+    for index, optimizer in enumerate(prepared.optimizers):
+        folder = layout.optimizer_shards(index)
+        if layout.shard_metadata(folder) in files:
+            entries.append(Entry(directory / folder, optimizer, SHARDED, "optimizer"))
+        else:
+            file = directory / layout.numbered(layout.OPTIMIZER_NAME, index, "bin")
+            entries.append(Entry(file, optimizer, FULL if steps_parts(optimizer, models) else None, "optimizer"))
     for index, scheduler in enumerate(prepared.schedulers):
-        named[layout.numbered(layout.SCHEDULER_NAME, index, "bin")] = scheduler
-    named |= _loaders(prepared)
+        entries.append(Entry(directory / layout.numbered(layout.SCHEDULER_NAME, index, "bin"), scheduler))
+    for index, loader in enumerate(prepared.dataloaders):
+        entries.append(Entry(directory / layout.numbered(layout.SAMPLER_NAME, index, "bin"), loader, kind="loader"))
     if (scaler := prepared.current_scaler()) is not None:
-        named[layout.SCALER_NAME] = scaler
+        entries.append(Entry(directory / layout.SCALER_NAME, scaler))
     for index, registered in enumerate(prepared.custom):
-        named[layout.custom_file(index)] = registered
-    return named
+        entries.append(Entry(directory / layout.custom_file(index), registered))
+    return entries
 
 
-def _check_counterparts(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    missing = [name for name in names if name not in manifest.files]
-    if missing:
+def _model_entries(directory: Path, manifest: Manifest, models: Sequence[PreparedModel]) -> list[Entry]:
+    entries = []
+    for index, model in enumerate(models):
+        folder, safe, other = layout.model_shards(index), layout.model_file(index), layout.model_file(index, False)
+        if layout.shard_metadata(folder) in manifest.files:
+            entries.append(Entry(directory / folder, model, SHARDED))
+        else:
+            name = other if other in manifest.files and safe not in manifest.files else safe
+            entries.append(Entry(directory / name, model, FULL if model.spread else None))
+    return entries
+
+
+def _check_counterparts(directory: Path, manifest: Manifest, entries: Iterable[Entry]) -> None:
+    names = [entry.path.name for entry in entries if entry.strategy != SHARDED]
+    if missing := [name for name in names if name not in manifest.files]:
         raise CheckpointError(
             f"{directory} holds no {', '.join(missing)}: more is prepared or registered here than when it was saved; "
             "load into the same script's objects"
         )
 
 
-def _check_states(directory: Path, prepared: Prepared, states: Mapping[str, Any], files: Collection[str] = ()) -> None:
-    loaders, sharded = _loaders(prepared), _sharded_optimizers(prepared)
-    for name, target in _names(prepared, files).items():
-        if name in sharded:
-            wrong = strategy_named(FULL).optimizer_problem(states[name], target, records_of(prepared))
+def _check_states(entries: Sequence[Entry], states: Mapping[str, Any], models: Sequence[PreparedModel]) -> None:
+    for entry in entries:
+        source, kind = entry.source(states), "does not fit what is prepared"
+        if entry.strategy is not None:
+            wrong = strategy_named(entry.strategy).optimizer_problem(source, entry.target, models)
+        elif entry.kind == "loader":
+            wrong, kind = fit.position_problem(source), "is no position of a loader"
         else:
-            wrong = fit.position_problem(states[name]) if name in loaders else fit.problem(target, states[name])
+            wrong = fit.problem(entry.target, source)
         if wrong is not None:
-            kind = "is no position of a loader" if name in loaders else "does not fit what is prepared"
-            raise CheckpointError(f"{directory / name} {kind}: {wrong}. Nothing was loaded")
+            raise CheckpointError(f"{entry.path} {kind}: {wrong}. Nothing was loaded")
 
 
-def _check_models(
-    directory: Path, manifest: Manifest, models: Sequence[PreparedModel], options: Mapping[str, Any]
-) -> None:
-    by_shards = _sharded_models(manifest, models)
-    paths = [_model_path(directory, manifest, index) for index in range(len(models))]
-    _check_counterparts(directory, manifest, [path.name for index, path in enumerate(paths) if index not in by_shards])
-    for index, (path, model) in enumerate(zip(paths, models, strict=True)):
-        strict = options.get("strict", True)
-        if index in by_shards:
-            path = directory / layout.model_shards(index)
-            wrong = strategy_named(SHARDED).model_problem(path, model, strict=strict)
-        else:
-            wrong = strategy_named(FULL).model_problem(read_state(path), model, strict=strict)
+def _check_models(directory: Path, manifest: Manifest, models: Sequence[Entry], strict: bool = True) -> None:
+    _check_counterparts(directory, manifest, models)
+    for entry in models:
+        source = entry.path if entry.strategy == SHARDED else read_state(entry.path)
+        wrong = strategy_named(entry.strategy or FULL).model_problem(source, entry.target, strict=strict)
         if wrong is not None:
-            raise CheckpointError(f"{path} does not fit the prepared model: {wrong}. Nothing was loaded")
+            raise CheckpointError(f"{entry.path} does not fit the prepared model: {wrong}. Nothing was loaded")
 
 
-def _in_shards(manifest: Manifest, folder: str) -> bool:
-    return layout.shard_metadata(folder) in manifest.files
-
-
-def _sharded_models(manifest: Manifest, models: Sequence[PreparedModel]) -> set[int]:
-    """Return the numbers of the *models* whose state lies in shards."""
-    return {index for index in range(len(models)) if _in_shards(manifest, layout.model_shards(index))}
-
-
-def _sharded_optimizers(prepared: Prepared) -> set[str]:
-    """Return the file names of the optimizers that step sharded parameters."""
-    models = records_of(prepared)
-    return {
-        layout.numbered(layout.OPTIMIZER_NAME, index, "bin")
-        for index, optimizer in enumerate(prepared.optimizers)
-        if steps_parts(optimizer, models)
-    }
-
-
-def _shards_of_optimizers(directory: Path, manifest: Manifest, prepared: Prepared) -> list[tuple[Path, Any]]:
-    """Return the folders of shards of optimizers, with the optimizer that each belongs to."""
-    return [
-        (directory / layout.optimizer_shards(index), optimizer)
-        for index, optimizer in enumerate(prepared.optimizers)
-        if _in_shards(manifest, layout.optimizer_shards(index))
-    ]
-
-
-def _check_shards(directory: Path, manifest: Manifest, prepared: Prepared) -> None:
-    for folder, optimizer in _shards_of_optimizers(directory, manifest, prepared):
-        wrong = strategy_named(SHARDED).optimizer_problem(folder, optimizer, records_of(prepared))
-        if wrong is not None:
-            raise CheckpointError(f"{folder} does not fit what is prepared: {wrong}. Nothing was loaded")
-
-
-def _shards_read(directory: Path, manifest: Manifest, prepared: Prepared, models: Sequence[PreparedModel]) -> set[str]:
+def _shards_read(entries: Sequence[Entry], models: Sequence[Entry], records: Sequence[PreparedModel]) -> set[str]:
     """Return the names of the shards that this rank reads."""
     from orc.runtime.checkpoint.state.dcp import model_files, optimizer_files
 
     read: set[str] = set()
-    for index in _sharded_models(manifest, models):
-        folder = layout.model_shards(index)
-        read |= {f"{folder}/{name}" for name in model_files(directory / folder, models[index])}
-    for path, optimizer in _shards_of_optimizers(directory, manifest, prepared):
-        read |= {f"{path.name}/{name}" for name in optimizer_files(path, optimizer, records_of(prepared))}
+    for entry in models:
+        if entry.strategy == SHARDED:
+            read |= {f"{entry.path.name}/{name}" for name in model_files(entry.path, entry.target)}
+    for entry in entries:
+        if entry.strategy == SHARDED:
+            read |= {f"{entry.path.name}/{name}" for name in optimizer_files(entry.path, entry.target, records)}
     return read
 
 
-def _load_shards(directory: Path, manifest: Manifest, prepared: Prepared) -> None:
-    for folder, optimizer in _shards_of_optimizers(directory, manifest, prepared):
-        strategy_named(SHARDED).load_optimizer(folder, optimizer, records_of(prepared))
-
-
-def _model_path(directory: Path, manifest: Manifest, index: int) -> Path:
-    safe, other = layout.model_file(index), layout.model_file(index, False)
-    return directory / (other if other in manifest.files and safe not in manifest.files else safe)
-
-
-def _check_positions(context: RunContext, directory: Path, prepared: Prepared, states: Mapping[str, Any]) -> None:
-    for index, loader in enumerate(prepared.dataloaders):
-        name = layout.numbered(layout.SAMPLER_NAME, index, "bin")
+def _check_positions(context: RunContext, loaders: Sequence[Entry], states: Mapping[str, Any]) -> None:
+    for entry in loaders:
+        state, loader = states[entry.path.name], entry.target
         try:
-            cut = loader.check_position(states[name])
+            cut = loader.check_position(state)
         except PositionError as error:
-            raise CheckpointError(f"{directory / name}: {error}") from error
-        if cut.rounds and context.is_main and not states[name].get("finished"):
+            raise CheckpointError(f"{entry.path}: {error}") from error
+        if cut.rounds and context.is_main and not state.get("finished"):
             tell(
-                f"epoch {states[name]['epoch']} goes on after {cut.samples} samples, with {loader.total_batch_size} "
-                f"samples per step; it was {states[name]['global_batch']}"
+                f"epoch {state['epoch']} goes on after {cut.samples} samples, with {loader.total_batch_size} "
+                f"samples per step; it was {state['global_batch']}"
             )
 
 
-def _whole_weights(
-    directory: Path, manifest: Manifest, models: Sequence[PreparedModel], map_location: Any
-) -> dict[Path, tuple[Any, PreparedModel]]:
-    """Return the states of *models* that are loaded in one piece and only now, by file, with their models."""
-    by_shards = _sharded_models(manifest, models)
-    return {
-        (path := _model_path(directory, manifest, index)): (read_state(path, map_location), model)
-        for index, model in enumerate(models)
-        if index not in by_shards and not model.spread and not fit.decides_itself(model.bare)
-    }
-
-
-def _load_model(
-    directory: Path, manifest: Manifest, index: int, model: PreparedModel, map_location: Any, options: dict[str, Any]
-) -> None:
-    if _in_shards(manifest, layout.model_shards(index)):
-        folder = directory / layout.model_shards(index)
-        strategy_named(SHARDED).load_model(folder, model, strict=options.get("strict", True))
-        return
-    path = _model_path(directory, manifest, index)
-    state = read_state(path, map_location)
-    if model.spread:
-        strategy_named(FULL).load_model(state, model, strict=options.get("strict", True))
+def _load_model(entry: Entry, map_location: Any, options: dict[str, Any]) -> None:
+    source: Any = entry.path if entry.strategy == SHARDED else read_state(entry.path, map_location)
+    if entry.strategy is None:
+        _load_weights(entry.path, source, entry.target, options)
     else:
-        _load_weights(path, state, model, options)
+        strategy_named(entry.strategy).load_model(source, entry.target, strict=options.get("strict", True))
 
 
 def _load_weights(path: Path, state: Mapping[str, Any], model: PreparedModel, options: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
-from orc.runtime.checkpoint.format.manifest import NAME, content_problems, damaged, read_manifest, size_problems
+from orc.runtime.checkpoint.format.layout import NAME, content_problems, damaged, read_manifest, size_problems
 from orc.runtime.checkpoint.saving import write
 from orc.runtime.core.context import peek_context
 

@@ -1,9 +1,12 @@
-"""The checkpoints of one run: where they go, what they are called, which to resume from."""
+"""The checkpoints of one run: where they go, what they are called, which to resume from, what is written beside it."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -12,16 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orc.runtime.checkpoint.alone import BarrierAlone, check_savable_alone, survey_alone
-from orc.runtime.checkpoint.background import Background
-from orc.runtime.checkpoint.content import capture
+from orc.runtime.checkpoint.content import Progress, SaveRequest, capture
 from orc.runtime.checkpoint.errors import CheckpointError, CheckpointMisfit, RankMissing, RanksElsewhere
-from orc.runtime.checkpoint.format.manifest import locate, read_manifest
 from orc.runtime.checkpoint.format.naming import CheckpointRoot, number_of
 from orc.runtime.checkpoint.load import load
-from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error, attempt
+from orc.runtime.checkpoint.replication.absence import BarrierAlone, check_savable_alone, survey_alone
+from orc.runtime.checkpoint.replication.barrier import Barrier, attempt
 from orc.runtime.checkpoint.replication.sites import Survey
-from orc.runtime.checkpoint.request import Progress, SaveRequest
 from orc.runtime.checkpoint.save import (
     looks,
     meet_before_gathering,
@@ -30,11 +30,11 @@ from orc.runtime.checkpoint.save import (
     shard_plans,
     write,
 )
-from orc.runtime.checkpoint.state.base import strategy_wanted
 from orc.runtime.checkpoint.state.ownership import PROJECT_FOLDER, release_all
 from orc.runtime.checkpoint.state.staging import Stage
+from orc.runtime.checkpoint.state.strategies import strategy_wanted
 from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteRoot, place
-from orc.runtime.checkpoint.verified import Verified, tell, verified
+from orc.runtime.checkpoint.verified import Verified, newest_first, offer, offers, tell, verified
 from orc.runtime.data.position import training_loader
 
 if TYPE_CHECKING:
@@ -42,6 +42,60 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.handlers import LoadHook, ProjectConfiguration, SaveHook
     from orc.runtime.core.prepared import Prepared
+
+
+class Background:
+    """Runs one action in a thread. The interpreter does not exit before it has finished."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._what = ""
+        self._pid = os.getpid()
+        reference = weakref.ref(self)
+        atexit.register(lambda: _tell(reference()))
+
+    @property
+    def failed(self) -> bool:
+        """Return whether the action has ended with an error that `finish` has not raised yet."""
+        return self._failure is not None
+
+    @property
+    def running(self) -> bool:
+        """Return whether the action is running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, what: str, action: Callable[[], object]) -> None:
+        """Run *action*; *what* names it in errors. Call `finish` before."""
+        self._what = what
+
+        def run() -> None:
+            try:
+                action()
+            except BaseException as error:  # noqa: BLE001 - raised by `finish`
+                self._failure = error
+
+        # No daemon: the end of the interpreter waits for it.
+        self._thread = threading.Thread(target=run, name="orc-checkpoint", daemon=False)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the action. Raises `CheckpointError` when it failed, once."""
+        thread, self._thread = self._thread, None
+        if thread is not None and os.getpid() == self._pid:
+            thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"{self._what} failed in the background: {failure}") from failure
+
+
+def _tell(background: Background | None) -> None:
+    if background is None or os.getpid() != background._pid:
+        return
+    try:
+        background.finish()
+    except CheckpointError as error:
+        print(f"orc: {error}", file=sys.stderr, flush=True)  # noqa: T201 - nobody is left to raise it to
 
 
 @dataclass(frozen=True)
@@ -394,37 +448,3 @@ class RunCheckpoints:
         if isinstance(path, Path):
             path = checked.directory
         return Resumed(path, manifest.step, manifest.epoch, manifest.offset)
-
-
-# Number, identity and time of a checkpoint that a machine has.
-Offer = tuple[int, str, float]
-
-
-def offers(root: CheckpointRoot | RemoteRoot) -> list[Offer]:
-    """The complete checkpoints below *root* that can be seen from this machine."""
-    known: list[Offer] = []
-    for number, directory in root.committed():
-        if isinstance(directory, Path):
-            known += [(number, identity, created_at) for _, identity, created_at in offer(directory)]
-        else:
-            known.append((number, "", 0.0))
-    return known
-
-
-def offer(directory: Location) -> list[Offer]:
-    """The checkpoint *directory*, if this machine has one there."""
-    if isinstance(directory, Remote):
-        return []
-    try:
-        manifest = read_manifest(locate(directory))
-    except CheckpointError:
-        return []  # why is said by whoever has to load it
-    return [(0, manifest.id, manifest.created_at)]
-
-
-def newest_first(bids: list[Any]) -> list[tuple[int, str]]:
-    """Number and identity of all checkpoints that any machine has; of *bids*: offers, and an error or `None`."""
-    agree_on_no_error([error for _, error in bids])
-    offered: list[list[Offer] | None] = [some for some, _ in bids]
-    every = {(number, created_at, identity) for some in offered for number, identity, created_at in some or ()}
-    return [(number, identity) for number, _, identity in sorted(every, reverse=True)]

@@ -10,21 +10,19 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from orc.runtime.checkpoint.content import Content, Task, capture
+from orc.runtime.checkpoint.content import Content, SaveRequest, Task, capture
 from orc.runtime.checkpoint.errors import CheckpointError, RanksElsewhere
 from orc.runtime.checkpoint.format import layout
-from orc.runtime.checkpoint.format.manifest import NAME, Manifest
+from orc.runtime.checkpoint.format.layout import NAME, Manifest
 from orc.runtime.checkpoint.format.naming import CheckpointRoot
 from orc.runtime.checkpoint.replication.absence import Absence
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error, attempt
 from orc.runtime.checkpoint.replication.replicas import complete
 from orc.runtime.checkpoint.replication.sites import Sites, Survey
-from orc.runtime.checkpoint.request import SaveRequest
-from orc.runtime.checkpoint.state.base import FULL, strategy_of, strategy_of_optimizer
-from orc.runtime.checkpoint.state.by_engine import without_engines
+from orc.runtime.checkpoint.state.ownership import refuse_superseded
+from orc.runtime.checkpoint.state.strategies import FULL, strategy_of, strategy_of_optimizer, without_engines
 from orc.runtime.checkpoint.storage.destination import Destination, LocalDestination, RemoteDestination
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
-from orc.runtime.checkpoint.storage.fence import refuse_superseded
 from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteRoot
 from orc.runtime.core.prepared import Layout
 from orc.runtime.parallel.records import records_of

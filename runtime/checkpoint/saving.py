@@ -45,8 +45,7 @@ class StateSaving:
         Of a sharded model it is gathered on the CPU of the main process; every process calls it, the others get an
         empty one.
         """
-        from orc.runtime.checkpoint.state import strategy_named
-        from orc.runtime.checkpoint.state.base import FULL
+        from orc.runtime.checkpoint.state.strategies import FULL, strategy_named
 
         record = record_of(self.prepared, model)
         if record.spread:

@@ -1,4 +1,4 @@
-"""Verification: a checkpoint whose files are what was saved, for as long as it is read."""
+"""Checkpoints to load: which of them the machines have, and one whose files are what was saved, while it is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
-from orc.runtime.checkpoint.format.manifest import (
+from orc.runtime.checkpoint.format.layout import (
     NAME,
     Manifest,
     content_problems,
@@ -23,11 +23,12 @@ from orc.runtime.checkpoint.format.manifest import (
     read_manifest,
     size_problems,
 )
-from orc.runtime.checkpoint.replication.barrier import Barrier
+from orc.runtime.checkpoint.format.naming import CheckpointRoot
+from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
 from orc.runtime.checkpoint.replication.replicas import provide
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.storage import remote
-from orc.runtime.checkpoint.storage.remote import Location, Remote
+from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteRoot
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
@@ -113,8 +114,8 @@ def verified(
 ) -> Iterator[Verified]:
     """The checkpoint at *where*, verified, for as long as the block lasts. One rank per machine copies what is remote.
 
-    On several *sites* each that lacks the one with this *identity* gets it from another. Not *whole*, a remote one is
-    copied without shards and random states: each rank has those that it needs brought.
+    On several *sites* each that lacks the one with this *identity* gets it from another. If no rank wants it *whole*,
+    a remote one is copied without shards and random states: each rank has those that it needs brought.
 
     Raises:
         CheckpointError: on every rank, with everything that is missing, cut off or changed.
@@ -126,6 +127,7 @@ def verified(
             local = locate(where)
             yield Verified(local, verify(context, barrier, local))
         return
+    whole = barrier.hold("load_state (hooks)", whole, any)  # of any rank: they read the copy of their machine
     mine: Path | None = None
     error: str | None = None
     try:
@@ -199,3 +201,37 @@ def _first_text(errors: list[Any]) -> None:
     texts = sorted({text for text in errors if text})
     if texts:
         raise CheckpointError("\n".join(texts))
+
+
+# Number, identity and time of a checkpoint that a machine has.
+Offer = tuple[int, str, float]
+
+
+def offers(root: CheckpointRoot | RemoteRoot) -> list[Offer]:
+    """The complete checkpoints below *root* that can be seen from this machine."""
+    known: list[Offer] = []
+    for number, directory in root.committed():
+        if isinstance(directory, Path):
+            known += [(number, identity, created_at) for _, identity, created_at in offer(directory)]
+        else:
+            known.append((number, "", 0.0))
+    return known
+
+
+def offer(directory: Location) -> list[Offer]:
+    """The checkpoint *directory*, if this machine has one there."""
+    if isinstance(directory, Remote):
+        return []
+    try:
+        manifest = read_manifest(locate(directory))
+    except CheckpointError:
+        return []  # why is said by whoever has to load it
+    return [(0, manifest.id, manifest.created_at)]
+
+
+def newest_first(bids: list[Any]) -> list[tuple[int, str]]:
+    """Number and identity of all checkpoints that any machine has; of *bids*: offers, and an error or `None`."""
+    agree_on_no_error([error for _, error in bids])
+    offered: list[list[Offer] | None] = [some for some, _ in bids]
+    every = {(number, created_at, identity) for some in offered for number, identity, created_at in some or ()}
+    return [(number, identity) for number, _, identity in sorted(every, reverse=True)]

@@ -14,8 +14,8 @@ from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.memory.sizes import named_module_tensors
 from orc.runtime.weights.empty_weights import moved_parameter
 from orc.runtime.weights.hooks import Arguments, ModelHook, SequentialHook, add_hook_to_module
+from orc.runtime.weights.offload import PrefixedDataset
 from orc.runtime.weights.read_ahead import ReadAhead
-from orc.runtime.weights.weights_map import PrefixedDataset
 
 Device = int | str | torch.device
 TiedTensors = dict[int, dict[torch.device, Tensor]]  # by the address of the weight at rest, then by device

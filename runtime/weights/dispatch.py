@@ -23,9 +23,8 @@ from orc.runtime.weights.alignment import (
     attach_align_device_hook_on_blocks,
 )
 from orc.runtime.weights.hooks import add_hook_to_module
-from orc.runtime.weights.offload import INDEX_NAME, offload_state_dict
+from orc.runtime.weights.offload import INDEX_NAME, Entry, OffloadedWeightsLoader, offload_state_dict
 from orc.runtime.weights.read_ahead import ReadAhead
-from orc.runtime.weights.weights_map import Entry, OffloadedWeightsLoader
 
 _MOVES = ("to", "cuda", "cpu", "xpu", "npu", "mps")
 

@@ -19,7 +19,7 @@ from orc.runtime.checkpoint.format.layout import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
 )
-from orc.runtime.checkpoint.format.safetensors_file import without_aliases, write_tensors
+from orc.runtime.checkpoint.format.state_file import without_aliases, write_tensors
 from orc.runtime.checkpoint.storage.durable import HashingFile
 from orc.runtime.core.names import safe_relative_name
 from orc.runtime.parallel import extract_model_from_parallel

@@ -31,7 +31,7 @@ import torch
 from harness import Row, report
 
 from orc.runtime import Accelerator
-from orc.runtime.checkpoint.format.manifest import content_problems, read_manifest
+from orc.runtime.checkpoint.format.layout import content_problems, read_manifest
 
 ROUNDS = 7
 BUDGETS = {"save": 1.1, "load": 1.3, "cold load": 1.15, "stall": 1.5, "first stall": 1.5}

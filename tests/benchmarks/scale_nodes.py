@@ -81,7 +81,7 @@ def counting_store() -> Iterator[CountingStore]:
 
 def object_store(sizes: tuple[int, ...] = (150, 500, 1500), checkpoints: int = 5) -> list[Row]:
     """Commit of a checkpoint of so many files, and retention of the newest of *checkpoints* + 1."""
-    from orc.runtime.checkpoint.format.manifest import NAME, Manifest
+    from orc.runtime.checkpoint.format.layout import NAME, Manifest
     from orc.runtime.checkpoint.storage.destination import RemoteDestination
     from orc.runtime.checkpoint.storage.durable import FileRecord
     from orc.runtime.checkpoint.storage.remote import Remote, RemoteRoot

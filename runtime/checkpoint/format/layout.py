@@ -1,8 +1,19 @@
-"""The documented file names of a checkpoint."""
+"""The layout of a checkpoint: the documented names of its files, and the manifest that lists them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.format.checksum import ALGORITHMS, DEFAULT
+from orc.runtime.checkpoint.storage.durable import FileRecord, checksums, replaced_name
+from orc.runtime.core.names import safe_relative_name
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
@@ -64,3 +75,182 @@ def shard_file(folder: str, rank: int) -> str:
 def shard_metadata(folder: str) -> str:
     """Return the file of *folder* that lists its shards."""
     return f"{folder}/{SHARD_METADATA}"
+
+
+NAME = "manifest.json"
+FORMAT = 3
+_CRC32_ONLY = 1  # the format before manifests named their algorithm
+_UNCHECKED = (_CRC32_ONLY, 2)  # formats before manifests checked themselves
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of a checkpoint. ``step`` counts optimizer steps; times are seconds since the epoch.
+
+    ``epoch`` and ``offset`` (samples over all ranks) are where training goes on. On object stores, ``prefix`` stands
+    before the names of files that took the place of others. ``checksum`` names the algorithm of ``files``.
+    ``random_states`` are the ranks whose random states are among the files; `None` for all of them. ``norms`` are the
+    usual gradient norms by which updates are vetoed, each with the number of updates that it was taken from.
+    """
+
+    id: str
+    step: int
+    epoch: int
+    offset: int
+    world_size: int
+    created_at: float
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    prefix: str = ""
+    checksum: str = DEFAULT
+    random_states: tuple[int, ...] | None = None
+    norms: tuple[tuple[float, float], ...] = ()
+
+    def to_json(self) -> bytes:
+        """The content of the file."""
+        data: dict[str, Any] = {
+            "format": FORMAT,
+            "id": self.id,
+            "step": self.step,
+            "epoch": self.epoch,
+            "offset": self.offset,
+            "world_size": self.world_size,
+            "created_at": self.created_at,
+            **({"prefix": self.prefix} if self.prefix else {}),
+            "checksum": self.checksum,
+            **({} if self.random_states is None else {"random_states": list(self.random_states)}),
+            **({"norms": [list(pair) for pair in self.norms]} if self.norms else {}),
+            "files": {
+                name: {"size": record.size, "sums": list(record.sums)} for name, record in sorted(self.files.items())
+            },
+        }
+        data["own_checksum"] = _own_checksum(data)
+        return (json.dumps(data, indent=1) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        """Inverse of `to_json`. Raises `ValueError` for anything else."""
+        raw = json.loads(data)
+        if not isinstance(raw, dict) or raw.get("format") not in (*_UNCHECKED, FORMAT):
+            raise ValueError(f"format {raw.get('format') if isinstance(raw, dict) else raw!r}, expected {FORMAT}")
+        own = raw.pop("own_checksum", None)
+        try:
+            checksum = "crc32" if raw["format"] == _CRC32_ONLY else str(raw["checksum"])
+            if checksum not in ALGORITHMS:
+                raise ValueError(f"its checksums are {checksum}, this version of orc knows {', '.join(ALGORITHMS)}")
+            field = "crc32" if raw["format"] == _CRC32_ONLY else "sums"
+            prefix = str(raw.get("prefix", ""))
+            for name in raw["files"]:  # checkpoints are passed around: theirs may be the names of any files
+                safe_relative_name(name)
+                safe_relative_name(prefix + name)
+            files = {
+                str(name): FileRecord(int(record["size"]), tuple(int(value) for value in record[field]))
+                for name, record in raw["files"].items()
+            }
+            ranks = raw.get("random_states")
+            manifest = cls(
+                str(raw["id"]),
+                int(raw["step"]),
+                int(raw["epoch"]),
+                int(raw["offset"]),
+                int(raw["world_size"]),
+                float(raw["created_at"]),
+                files,
+                prefix,
+                checksum,
+                None if ranks is None else tuple(int(rank) for rank in ranks),
+                tuple((float(average), float(seen)) for average, seen in raw.get("norms", ())),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+        if own != _own_checksum(raw) and (own is not None or raw["format"] not in _UNCHECKED):
+            raise ValueError("it does not hold what was written: its own checksum differs")
+        return manifest
+
+
+def _own_checksum(data: Mapping[str, Any]) -> str:
+    """Return the checksum of a manifest's content *data*, however it is laid out in the file."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def locate(directory: Path) -> Path:
+    """*directory*, or where its content is while it is being replaced on a file system that cannot swap names."""
+    replaced = replaced_name(directory)
+    return replaced if not directory.exists() and replaced.exists() else directory
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of the checkpoint *directory*. Raises `CheckpointError` when it is none."""
+    if not directory.exists():
+        raise CheckpointError(f"{directory}: there is no such checkpoint")
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is a file, not a checkpoint directory")
+    try:
+        return Manifest.from_json((directory / NAME).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} has no {NAME}: it is no complete checkpoint. Either saving it was interrupted, or it was "
+            "written by another program"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory / NAME} cannot be read: {error}") from None
+
+
+def is_committed(directory: Path) -> bool:
+    """Return whether *directory* has a manifest and every file listed in it has the recorded size."""
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError:
+        return False
+    return not size_problems(directory, manifest)
+
+
+def size_problems(directory: Path, manifest: Manifest) -> list[str]:
+    """Return the files of *manifest* that are missing, cut off or too long in *directory*, one line each."""
+    problems = []
+    for name, record in manifest.files.items():
+        try:
+            size = (directory / name).stat().st_size
+        except OSError:
+            problems.append(f"{name} is missing")
+            continue
+        if size != record.size:
+            problems.append(f"{name} has {size} bytes instead of {record.size}")
+    return problems
+
+
+def content_problems(directory: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Return the files *names* that do not hold what was written, a line each. Reads them whole."""
+
+    names = list(names)
+    problems = []
+    for name, sums in zip(names, checksums([directory / name for name in names], manifest.checksum), strict=True):
+        if isinstance(sums, OSError):
+            problems.append(f"{name} cannot be read: {sums}")
+        elif sums != manifest.files[name]:
+            problems.append(f"{name} does not hold what was saved (checksum differs)")
+    return problems
+
+
+def foreign_entries(directory: Path) -> set[str]:
+    """Entries of *directory* that no save of ours wrote."""
+    names = {entry.name for entry in directory.iterdir()}
+    try:
+        return names - {name.partition("/")[0] for name in read_manifest(directory).files} - {NAME}
+    except CheckpointError:
+        return names - {NAME}
+
+
+def damaged(directory: object, problems: list[str]) -> CheckpointError:
+    """The error for a checkpoint with *problems*."""
+    return CheckpointError(f"{directory} is damaged: {'; '.join(problems)}. Nothing was loaded; use another checkpoint")
+
+
+def plain(value: Any) -> Any:
+    """*value* with NumPy scalars as Python numbers, which a weights-only load accepts."""
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(plain(item) for item in value)
+    if type(value) is dict:
+        return {key: plain(item) for key, item in value.items()}
+    return value

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orc.runtime.checkpoint.format.layout import MARK
-from orc.runtime.checkpoint.format.manifest import is_committed, locate
+from orc.runtime.checkpoint.format.layout import MARK, is_committed, locate
 from orc.runtime.checkpoint.state.ownership import forget_dead
 from orc.runtime.checkpoint.storage.durable import remove_tree, sync_directory
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.manifest import (
+from orc.runtime.checkpoint.format.layout import (
     NAME,
     Manifest,
     content_problems,

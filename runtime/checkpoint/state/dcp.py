@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.manifest import plain
+from orc.runtime.checkpoint.format.layout import plain
 from orc.runtime.checkpoint.state import fit, fsdp1
-from orc.runtime.checkpoint.state.base import SHARDED
 from orc.runtime.checkpoint.state.fit import LIKE_PARAMETER
 from orc.runtime.checkpoint.state.shard_files import files_of, paths, plan_of, read_metadata, read_shards
-from orc.runtime.checkpoint.state.sharding import (
+from orc.runtime.checkpoint.state.strategies import (
+    SHARDED,
     bare_optimizer,
     flattened,
     is_dtensor,
@@ -283,6 +283,3 @@ def difference(
         if mine is not None and given is not None and mine != given:
             lines.append(f"size mismatch of {name}: {list(given)} in the checkpoint, {list(mine)} here")
     return "; ".join(lines) or None
-
-
-STRATEGY = Sharded()

@@ -18,6 +18,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -243,3 +244,25 @@ def _read(path: Path) -> Owner | None:
 
 
 atexit.register(release_all)
+
+
+def refuse_superseded(env: Mapping[str, str] = os.environ) -> None:
+    """Raise `CheckpointError` when a newer attempt or restart owns the job of *env*; outside a job, do nothing.
+
+    The agent ends such ranks (docs/explanation/agent.md, "Only the newest run trains"). This covers the moment between
+    their waking up, after the whole machine was stopped, and that.
+    """
+    job = job_facts(env)
+    if job.job_dir is None:
+        return
+    path = Path(job.job_dir) / "fence.json"
+    try:
+        owner = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):  # not shared with this machine; or lost by one that crashed
+        return
+    newest = int(owner.get("attempt", 0)), int(owner.get("restart", 0))
+    if newest > (job.attempt, job.restart):
+        raise CheckpointError(
+            f"attempt {newest[0]}, restart {newest[1]} on {owner.get('host')} owns the job now ({path}); "
+            f"this is attempt {job.attempt}, restart {job.restart}, and its checkpoint is not committed"
+        )

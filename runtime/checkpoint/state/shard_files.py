@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format import layout, pickled
+from orc.runtime.checkpoint.format import layout, state_file
 from orc.runtime.checkpoint.state.shard_metadata import ALIGNMENT, PLAIN
 from orc.runtime.checkpoint.state.staging import Stage, size_on_gpus
 from orc.runtime.checkpoint.storage.copying import CopyQueue
@@ -246,7 +246,7 @@ class _Planner(DefaultLoadPlanner):
         *way, last = self.mappings[read_item.dest_index.fqn]
         for step in way:
             place = place[step]
-        place[last] = pickled.read(value)
+        place[last] = state_file.read(value)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
-from orc.runtime.checkpoint.format.manifest import NAME, Manifest, foreign_entries, locate
+from orc.runtime.checkpoint.format.layout import NAME, Manifest, foreign_entries, locate
 from orc.runtime.checkpoint.state.ownership import Ownership, disown, own, record
 from orc.runtime.checkpoint.storage import remote
 from orc.runtime.checkpoint.storage.durable import (
     FileRecord,
     Hashing,
     HashingFile,
+    checksum,
     keep_entries,
     publish,
     remove_tree,
@@ -27,7 +28,6 @@ from orc.runtime.checkpoint.storage.durable import (
     write_file,
 )
 from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteFile
-from orc.runtime.checkpoint.storage.verifying import checksum
 
 
 class Destination(ABC):

@@ -12,7 +12,7 @@ import torch
 
 from orc.runtime import Accelerator, ProjectConfiguration
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.manifest import read_manifest
+from orc.runtime.checkpoint.format.layout import read_manifest
 from orc.runtime.checkpoint.state import staging
 from orc.runtime.checkpoint.state.ownership import FILE
 from orc.runtime.checkpoint.state.staging import Stage

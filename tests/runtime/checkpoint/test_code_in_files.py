@@ -11,7 +11,7 @@ import torch
 
 from orc.runtime import Accelerator, load_checkpoint_in_model
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.manifest import read_manifest
+from orc.runtime.checkpoint.format.layout import read_manifest
 from orc.runtime.checkpoint.storage.durable import write_file
 from orc.runtime.utils import load
 

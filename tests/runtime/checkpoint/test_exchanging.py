@@ -9,15 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.layout import MARK
-from orc.runtime.checkpoint.format.manifest import NAME, Manifest, read_manifest
+from orc.runtime.checkpoint.format.layout import MARK, NAME, Manifest, read_manifest
 from orc.runtime.checkpoint.replication import relay as relay_module
 from orc.runtime.checkpoint.replication import replicas, sites
 from orc.runtime.checkpoint.replication.relay import Relay
 from orc.runtime.checkpoint.replication.replicas import complete, provide
 from orc.runtime.checkpoint.replication.sites import Sites, Survey
-from orc.runtime.checkpoint.storage.durable import HashingFile, write_file
-from orc.runtime.checkpoint.storage.verifying import checksum
+from orc.runtime.checkpoint.storage.durable import HashingFile, checksum, write_file
 from orc.runtime.core.store import LocalStore, StoreError
 
 

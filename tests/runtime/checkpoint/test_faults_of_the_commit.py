@@ -9,7 +9,7 @@ import torch
 
 from orc.runtime import Accelerator
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
-from orc.runtime.checkpoint.format.manifest import NAME
+from orc.runtime.checkpoint.format.layout import NAME
 from orc.runtime.checkpoint.replication.barrier import Barrier
 from orc.runtime.checkpoint.storage.remote import Remote, place, read_manifest
 from orc.runtime.testing import run_threads

@@ -17,11 +17,11 @@ from torch import nn
 from orc.runtime.checkpoint import load
 from orc.runtime.checkpoint import verified as verifying
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
-from orc.runtime.checkpoint.format.manifest import NAME, Manifest, read_manifest
+from orc.runtime.checkpoint.format.layout import NAME, Manifest, read_manifest
 from orc.runtime.checkpoint.replication.sites import Sites
-from orc.runtime.checkpoint.state import placing, rng
-from orc.runtime.checkpoint.state.placing import placed, read_weights, unmapped, unpickle
-from orc.runtime.checkpoint.storage.copying import CopyQueue
+from orc.runtime.checkpoint.state import rng
+from orc.runtime.checkpoint.storage import copying
+from orc.runtime.checkpoint.storage.copying import CopyQueue, placed, read_weights, unmapped, unpickle
 from orc.runtime.checkpoint.storage.durable import FileRecord, write_file
 from orc.runtime.checkpoint.storage.remote import Remote
 from orc.runtime.checkpoint.verified import Verified, verified, verify
@@ -201,18 +201,28 @@ def test_one_rank_of_a_machine_copies_what_is_remote_and_all_read_it(bucket, pla
         assert found.directory.name.startswith("orc-checkpoint-")
         assert found.manifest == read_manifest(tmp_path / "c") == read_manifest(found.directory)
         assert (found.directory / "b").read_bytes() == b"22"
-        assert table.log == [("load_state (fetching)", PATIENCE)]
-    assert table.brought == [[2, str(found.directory), None], None]
-    assert table.log[1:] == [("load_state (done)", PATIENCE)]
+        assert table.log == [("load_state (hooks)", None), ("load_state (fetching)", PATIENCE)]
+    assert table.brought == [True, [2, str(found.directory), None], None]
+    assert table.log[2:] == [("load_state (done)", PATIENCE)]
     assert list(places.iterdir()) == []
 
     table = Table(**{"load_state (fetching)": [[0, "/elsewhere", None], [1, str(tmp_path / "c"), None]]})
     table.timeout_s = 9000.0
     with verified(context(node_rank=1, is_local_main=False), table, bucket) as found:
         assert found.directory == tmp_path / "c"
-    assert table.brought == [[1, None, None], None]
-    assert table.log == [("load_state (fetching)", 9000.0), ("load_state (done)", 9000.0)]
+    assert table.brought == [True, [1, None, None], None]
+    assert table.log[1:] == [("load_state (fetching)", 9000.0), ("load_state (done)", 9000.0)]
     assert list(places.iterdir()) == []
+
+
+def test_hooks_of_any_rank_find_the_whole_checkpoint(bucket, places, tmp_path):
+    manifest = checkpoint(tmp_path / "d", a=b"1", **{"random_states_1.pkl": b"x"})
+    for name in (*manifest.files, NAME):
+        (bucket / name).replace((tmp_path / "d" / name).read_bytes())
+    for of_another, whole in ((True, True), (False, False)):
+        table = Table(**{"load_state (hooks)": [of_another]})
+        with verified(context(), table, bucket, whole=False) as copied:
+            assert (copied.source is None) == (copied.directory / "random_states_1.pkl").exists() == whole
 
 
 def test_a_copy_goes_when_the_load_fails_even_if_somebody_removed_it(bucket, places):
@@ -252,6 +262,11 @@ def test_what_is_wrong_with_a_remote_checkpoint_is_told_before_any_rank_reads(bu
 # Parts and their files
 
 
+def models_of(directory, manifest, *models):
+    """The entries of *models* in a checkpoint."""
+    return load._model_entries(directory, manifest, [described(model) for model in models])
+
+
 def test_every_part_has_its_file(tmp_path):
     optimizers, schedulers, loaders, custom = ([object(), object()] for _ in range(4))
     scaler = object()
@@ -269,39 +284,43 @@ def test_every_part_has_its_file(tmp_path):
         "custom_checkpoint_0.pkl": custom[0],
         "custom_checkpoint_1.pkl": custom[1],
     }
-    assert list(load._names(prepared).items()) == list(expected.items())
-    assert load._names(nothing()) == {}
+    assert [(entry.path, entry.target) for entry in load._entries(tmp_path, prepared)] == [
+        (tmp_path / name, target) for name, target in expected.items()
+    ]
+    assert load._entries(tmp_path, nothing()) == []
 
 
 def test_what_has_no_counterpart_is_named(tmp_path):
     manifest = checkpoint(tmp_path / "c", a=b"1")
-    assert load._check_counterparts(tmp_path, manifest, ["a"]) is None
-    assert said(lambda: load._check_counterparts(tmp_path, manifest, ["a", "c", "b"])) == (
+    a, c, b = (load.Entry(tmp_path / name, None) for name in "acb")
+    assert load._check_counterparts(tmp_path, manifest, [a]) is None
+    assert said(lambda: load._check_counterparts(tmp_path, manifest, [a, c, b])) == (
         f"{tmp_path} holds no c, b: more is prepared or registered here than when it was saved; load into the same "
         "script's objects"
     )
 
 
 def test_a_model_is_read_from_the_kind_of_file_that_is_there(tmp_path):
+    def paths(manifest):
+        return [entry.path for entry in models_of(tmp_path, manifest, nn.Linear(1, 1), nn.Linear(1, 1))]
+
     safe, other = FileRecord(0, ()), FileRecord(0, ())
     both = Manifest("a", 0, 0, 0, 1, 0.0, {"model_1.safetensors": safe, "pytorch_model_1.bin": other})
-    assert load._model_path(tmp_path, both, 1) == tmp_path / "model_1.safetensors"
-    assert load._model_path(tmp_path, both, 0) == tmp_path / "model.safetensors"
+    assert paths(both) == [tmp_path / "model.safetensors", tmp_path / "model_1.safetensors"]
     pickles = replace(both, files={"pytorch_model_1.bin": other})
-    assert load._model_path(tmp_path, pickles, 1) == tmp_path / "pytorch_model_1.bin"
-    assert load._model_path(tmp_path, pickles, 0) == tmp_path / "model.safetensors"
+    assert paths(pickles) == [tmp_path / "model.safetensors", tmp_path / "pytorch_model_1.bin"]
 
 
 def test_models_that_do_not_fit_are_told_by_their_file(tmp_path):
     state = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2), "more": torch.zeros(1)}
     manifest = checkpoint(tmp_path / "c", **{"pytorch_model.bin": state, "pytorch_model_1.bin": state})
-    assert load._check_models(tmp_path / "c", manifest, [described(nn.Linear(2, 2))], {"strict": False}) is None
-    for options in ({}, {"strict": True}):
-        assert said(lambda: load._check_models(tmp_path / "c", manifest, [described(nn.Linear(2, 2))], options)) == (  # noqa: B023
-            f"{tmp_path}/c/pytorch_model.bin does not fit the prepared model: unexpected: more. Nothing was loaded"
-        )
-    models = [nn.Linear(2, 2)] * 3
-    assert said(lambda: load._check_models(tmp_path / "c", manifest, list(map(described, models)), {})).startswith(
+    models = models_of(tmp_path / "c", manifest, nn.Linear(2, 2))
+    assert load._check_models(tmp_path / "c", manifest, models, strict=False) is None
+    assert said(lambda: load._check_models(tmp_path / "c", manifest, models)) == (
+        f"{tmp_path}/c/pytorch_model.bin does not fit the prepared model: unexpected: more. Nothing was loaded"
+    )
+    models = models_of(tmp_path / "c", manifest, *[nn.Linear(2, 2)] * 3)
+    assert said(lambda: load._check_models(tmp_path / "c", manifest, models)).startswith(
         f"{tmp_path}/c holds no model_2.safetensors: more is prepared"
     )
 
@@ -313,10 +332,12 @@ def test_weights_in_safetensors_are_checked_and_loaded_with_those_that_are_share
     given, model = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     content = save_tensors({"a.weight": given.weight}, {"orc.aliases": json.dumps({"b.weight": "a.weight"})})
     manifest = checkpoint(tmp_path, **{"model.safetensors": content})
-    assert load._check_models(tmp_path, manifest, [described(tied(model))], {}) is None
-    load._load_model(tmp_path, manifest, 0, described(tied(model)), None, {})
+    (entry,) = models_of(tmp_path, manifest, tied(model))
+    assert load._check_models(tmp_path, manifest, [entry]) is None
+    load._load_model(entry, None, {})
     assert torch.equal(model.weight, given.weight)
-    assert said(lambda: load._check_models(tmp_path, manifest, [described(nn.ModuleDict({"a": model}))], {})) == (
+    other = models_of(tmp_path, manifest, nn.ModuleDict({"a": model}))
+    assert said(lambda: load._check_models(tmp_path, manifest, other)) == (
         f"{tmp_path}/model.safetensors does not fit the prepared model: unexpected: b.weight. Nothing was loaded"
     )
 
@@ -324,13 +345,13 @@ def test_weights_in_safetensors_are_checked_and_loaded_with_those_that_are_share
 def test_weights_go_into_the_model_that_was_compiled(tmp_path):
     given, model = nn.Linear(2, 2), nn.Linear(2, 2)
     manifest = checkpoint(tmp_path, **{"model.safetensors": save_tensors(given.state_dict())})
-    load._load_model(tmp_path, manifest, 0, described(torch.compile(model)), None, {})
+    load._load_model(*models_of(tmp_path, manifest, torch.compile(model)), None, {})
     assert torch.equal(model.weight, given.weight)
 
 
 def test_weights_that_a_model_refuses_at_last_are_told_by_their_file(tmp_path):
     manifest = checkpoint(tmp_path, **{"model.safetensors": save_tensors({"weight": torch.zeros(2, 2)})})
-    text = said(lambda: load._load_model(tmp_path, manifest, 0, described(nn.Linear(2, 2)), None, {}))
+    text = said(lambda: load._load_model(*models_of(tmp_path, manifest, nn.Linear(2, 2)), None, {}))
     assert text.startswith(f"{tmp_path}/model.safetensors does not fit the prepared model: Error(s) in loading")
     assert 'Missing key(s) in state_dict: "bias"' in text
 
@@ -340,12 +361,13 @@ def test_states_that_do_not_fit_are_told_by_their_file(tmp_path):
     prepared = nothing(optimizers=[torch.optim.SGD(model.parameters(), 0.1)], dataloaders=[object()])
     position = {"epoch": 0, "rounds": 0, "offset": 0, "global_batch": 4, "length": 24, "live": True, "key": None}
     fine = {"optimizer.bin": prepared.optimizers[0].state_dict(), "sampler.bin": position}
-    assert load._check_states(tmp_path, prepared, fine) is None
-    assert said(lambda: load._check_states(tmp_path, prepared, fine | {"optimizer.bin": {}})) == (
+    entries = load._entries(tmp_path, prepared)
+    assert load._check_states(entries, fine, []) is None
+    assert said(lambda: load._check_states(entries, fine | {"optimizer.bin": {}}, [])) == (
         f"{tmp_path}/optimizer.bin does not fit what is prepared: it is not the state of an optimizer. "
         "Nothing was loaded"
     )
-    assert said(lambda: load._check_states(tmp_path, prepared, fine | {"sampler.bin": [1]})) == (
+    assert said(lambda: load._check_states(entries, fine | {"sampler.bin": [1]}, [])) == (
         f"{tmp_path}/sampler.bin is no position of a loader: it holds a list. Nothing was loaded"
     )
 
@@ -364,7 +386,8 @@ def test_positions_are_checked_and_an_epoch_that_is_cut_otherwise_is_told(tmp_pa
 
     prepared = nothing(dataloaders=[Loader(0), Loader(2)])
     state = {"epoch": 3, "global_batch": 4}
-    check = lambda states, **facts: load._check_positions(context(**facts), tmp_path, prepared, states)  # noqa: E731
+    loaders = load._entries(tmp_path, prepared)
+    check = lambda states, **facts: load._check_positions(context(**facts), loaders, states)  # noqa: E731
     check({"sampler.bin": state, "sampler_1.bin": state}, is_main=False)
     check({"sampler.bin": state, "sampler_1.bin": state | {"finished": True}})
     assert capsys.readouterr().err == ""
@@ -391,13 +414,13 @@ def test_the_generators_are_those_of_the_rank_or_none_for_a_new_one(tmp_path):
 
 
 def test_a_pickle_is_mapped_unless_it_is_to_go_elsewhere(tmp_path, monkeypatch):
-    asked, real = [], placing.pickled.read
+    asked, real = [], copying.state_file.read
 
     def read(file, map_location=None, *, mmap=False):
         asked.append((file, map_location, mmap))
         return real(file, map_location, mmap=mmap)
 
-    monkeypatch.setattr(placing.pickled, "read", read)
+    monkeypatch.setattr(copying.state_file, "read", read)
     path = tmp_path / "a"
     torch.save({"x": torch.ones(2)}, path)
     for where in (None, "cpu", "meta"):
@@ -525,7 +548,7 @@ POSITION = {"epoch": 3, "rounds": 0, "offset": 0, "global_batch": 4, "length": 2
 
 def whole(directory, prepared, **more):
     """A checkpoint of *prepared* and the present generators."""
-    contents = {name: target.state_dict() for name, target in load._names(prepared).items()}
+    contents = {entry.path.name: entry.target.state_dict() for entry in load._entries(directory, prepared)}
     for index, model in enumerate(prepared.models):
         contents[load.layout.model_file(index, False)] = model.state_dict()
     return Verified(directory, checkpoint(directory, **contents | {"random_states_0.pkl": rng.capture()} | more))
@@ -571,7 +594,7 @@ def test_what_another_rank_finds_in_any_step_puts_everything_back(tmp_path, step
 
 
 def test_models_get_their_options_and_their_place(tmp_path, monkeypatch):
-    asked, read, real = [], [], placing.pickled.read
+    asked, read, real = [], [], copying.state_file.read
 
     class Own(nn.Linear):
         def load_state_dict(self, state, **options):
@@ -586,7 +609,7 @@ def test_models_get_their_options_and_their_place(tmp_path, monkeypatch):
     checked = whole(tmp_path / "c", prepared)
     prepared.models[0].more = nn.Parameter(torch.ones(1))
     options = {"strict": False, "assign": False}
-    monkeypatch.setattr(placing.pickled, "read", reads)
+    monkeypatch.setattr(copying.state_file, "read", reads)
     here = torch.device("cpu")
     load.load(context(), Table(), prepared, checked, map_location=here, model_options=options)
     assert asked == [options]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from orc.runtime import Accelerator, ProjectConfiguration
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 from orc.runtime.checkpoint.replication import absence
-from orc.runtime.checkpoint.replication.rank_state import RankState, absence_reason
+from orc.runtime.checkpoint.replication.absence import RankState, absence_reason
 from orc.runtime.checkpoint.state.ownership import FILE
 
 pytestmark = pytest.mark.distributed

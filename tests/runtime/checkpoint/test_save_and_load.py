@@ -10,7 +10,7 @@ import torch
 
 from orc.runtime import Accelerator, ProjectConfiguration
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.manifest import NAME, read_manifest
+from orc.runtime.checkpoint.format.layout import NAME, read_manifest
 from orc.runtime.checkpoint.state.ownership import FILE
 from orc.runtime.checkpoint.storage import durable
 from orc.runtime.core.config import ConfigError

@@ -15,14 +15,21 @@ import torch
 from safetensors.torch import load as load_tensors
 
 from orc.runtime.checkpoint import save
-from orc.runtime.checkpoint.content import _check_loadable, _pickle, _without_tensors, _write_weights, capture
+from orc.runtime.checkpoint.content import (
+    Progress,
+    SaveRequest,
+    _check_loadable,
+    _pickle,
+    _without_tensors,
+    _write_weights,
+    capture,
+)
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format import pickled
-from orc.runtime.checkpoint.format.manifest import Manifest, read_manifest
+from orc.runtime.checkpoint.format import state_file
+from orc.runtime.checkpoint.format.layout import Manifest, read_manifest
 from orc.runtime.checkpoint.format.naming import CheckpointRoot
 from orc.runtime.checkpoint.replication.barrier import attempt
 from orc.runtime.checkpoint.replication.sites import Sites
-from orc.runtime.checkpoint.request import Progress, SaveRequest
 from orc.runtime.checkpoint.save import Opened, looks, open_destination, write
 from orc.runtime.checkpoint.state import ownership
 from orc.runtime.checkpoint.state.ownership import FILE
@@ -268,7 +275,7 @@ def test_everything_prepared_is_collected_under_its_name(tmp_path):
         memory = io.BytesIO()
         content[name](memory)
         memory.seek(0)
-        assert pickled.read(memory) == expected
+        assert state_file.read(memory) == expected
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -280,7 +287,7 @@ def test_weights_are_written_as_they_were_asked_for_under_the_names_of_the_model
     with open(tmp_path / "w", "wb+") as file:
         content["model.safetensors" if safe else "pytorch_model.bin"](file)
         file.seek(0)
-        found = load_tensors(file.read()) if safe else pickled.read(file)
+        found = load_tensors(file.read()) if safe else state_file.read(file)
     assert {name: value.tolist() for name, value in found.items()} == {
         name: value.tolist() for name, value in model.state_dict().items()
     }
@@ -346,7 +353,7 @@ def test_what_goes_on_changing_is_copied_first_and_what_xla_has_is_fetched(tmp_p
     memory = io.BytesIO()
     content["random_states_0.pkl"](memory)
     memory.seek(0)
-    assert pickled.read(memory)["xla"] == 7
+    assert state_file.read(memory)["xla"] == 7
 
 
 # What is written
@@ -601,7 +608,7 @@ def test_pickled_states_hold_plain_numbers():
     memory = io.BytesIO()
     _pickle({"a": np.float64(0.5)}, memory)
     memory.seek(0)
-    found = pickled.read(memory)
+    found = state_file.read(memory)
     assert (found, type(found["a"])) == ({"a": 0.5}, float)
 
 
@@ -626,7 +633,7 @@ def test_the_reason_is_the_last_line_or_the_kind_of_the_error(monkeypatch):
         def refuse(*_, error=error):
             raise error
 
-        monkeypatch.setattr(pickled, "read", refuse)
+        monkeypatch.setattr(state_file, "read", refuse)
         assert f"dictionaries ({reason});" in said(lambda: _check_loadable("c.pkl", {}))
 
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.manifest import Manifest
+from orc.runtime.checkpoint.format.layout import Manifest
 from orc.runtime.core.names import safe_name, safe_relative_name
 from orc.runtime.weights.loading import weight_files
 from orc.runtime.weights.offload import offload_state_dict

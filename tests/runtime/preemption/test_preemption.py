@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from orc.runtime import Accelerator
-from orc.runtime.checkpoint.format.manifest import read_manifest
+from orc.runtime.checkpoint.format.layout import read_manifest
 from orc.runtime.core.context import current_context, reset_default
 from orc.runtime.core.store import LocalStore, StoreTimeout
 from orc.runtime.preemption.preemption import Preempted, Preemption, PreemptionError

@@ -8,8 +8,7 @@ from safetensors import safe_open
 
 from orc.runtime import Accelerator
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.weights.load_and_dispatch import load_checkpoint_and_dispatch
-from orc.runtime.weights.load_in_model import load_checkpoint_in_model
+from orc.runtime.weights.load_in_model import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from orc.runtime.weights.loading import parse_size, save_model, shards
 
 MB = 10**6

@@ -16,7 +16,7 @@ from orc.runtime import (
     offload_weight,
     save_offload_index,
 )
-from orc.runtime.weights import weights_map
+from orc.runtime.weights import offload
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn]
 
@@ -88,7 +88,7 @@ def test_weights_on_the_disk_are_read_ahead_in_the_order_of_the_pass_before(tmp_
     offload_state_dict(tmp_path, state)
     loader = OffloadedWeightsLoader(save_folder=tmp_path)
     ahead = []
-    monkeypatch.setattr(weights_map, "_will_need", lambda weight: ahead.append(int(weight[0])))
+    monkeypatch.setattr(offload, "_will_need", lambda weight: ahead.append(int(weight[0])))
     for _ in range(2):
         for name in state:
             assert torch.equal(loader[name], state[name])

@@ -9,9 +9,8 @@ import pytest
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format.checksum import ALGORITHMS, BLOCK, CELL, Crc32, Grid64
-from orc.runtime.checkpoint.format.manifest import Manifest, content_problems, read_manifest
-from orc.runtime.checkpoint.storage.durable import write_file
-from orc.runtime.checkpoint.storage.verifying import checksum
+from orc.runtime.checkpoint.format.layout import Manifest, content_problems, read_manifest
+from orc.runtime.checkpoint.storage.durable import checksum, write_file
 
 
 def total(data, steps=None, algorithm=Grid64):

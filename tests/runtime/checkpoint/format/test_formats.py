@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load as load_tensors
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format import pickled
-from orc.runtime.checkpoint.format.pickled import is_array
-from orc.runtime.checkpoint.format.safetensors_file import DTYPES, without_aliases, write_tensors
+from orc.runtime.checkpoint.format import state_file
+from orc.runtime.checkpoint.format.state_file import DTYPES, is_array, without_aliases, write_tensors
 
 # Pickles
 
@@ -42,7 +41,7 @@ def pickle(state):
 )
 def test_arrays_of_every_plain_kind_are_taken_and_read_as_they_were(array):
     assert is_array(array)
-    found = pickled.read(pickle({"a": array}))["a"]
+    found = state_file.read(pickle({"a": array}))["a"]
     assert (type(found), found.dtype, found.shape) == (np.ndarray, array.dtype, array.shape)
     assert found.tolist() == array.tolist()
 
@@ -69,7 +68,7 @@ def test_what_could_run_code_is_not_read_whatever_the_environment_allows(monkeyp
 
     for state in (Code(), {"a": [Code()]}, np.array([Code()])):
         with pytest.raises(Exception, match=r"(?i)weights.only"):
-            pickled.read(pickle(state))
+            state_file.read(pickle(state))
 
 
 def test_what_a_script_has_allowed_stays_allowed_and_nothing_is_added():
@@ -80,7 +79,7 @@ def test_what_a_script_has_allowed_stays_allowed_and_nothing_is_added():
     torch.serialization.add_safe_globals([Own, np.ndarray])
     try:
         allowed = torch.serialization.get_safe_globals()
-        assert pickled.read(pickle({"a": np.zeros(1)}))["a"].tolist() == [0.0]
+        assert state_file.read(pickle({"a": np.zeros(1)}))["a"].tolist() == [0.0]
         assert sorted(map(str, torch.serialization.get_safe_globals())) == sorted(map(str, allowed))
     finally:
         torch.serialization.clear_safe_globals()
@@ -89,8 +88,8 @@ def test_what_a_script_has_allowed_stays_allowed_and_nothing_is_added():
 
 def test_tensors_go_where_they_are_wanted(tmp_path):
     torch.save({"x": torch.ones(2)}, tmp_path / "a")
-    assert pickled.read(tmp_path / "a")["x"].tolist() == [1.0, 1.0]
-    assert pickled.read(tmp_path / "a", "meta")["x"].device.type == "meta"
+    assert state_file.read(tmp_path / "a")["x"].tolist() == [1.0, 1.0]
+    assert state_file.read(tmp_path / "a", "meta")["x"].device.type == "meta"
 
 
 def test_a_file_is_mapped_where_that_is_asked_for(tmp_path):
@@ -100,9 +99,9 @@ def test_a_file_is_mapped_where_that_is_asked_for(tmp_path):
     def is_mapped():
         return str(path) in Path("/proc/self/maps").read_text()
 
-    state = pickled.read(path, "cpu")
+    state = state_file.read(path, "cpu")
     assert not is_mapped()
-    state = pickled.read(path, "cpu", mmap=True)
+    state = state_file.read(path, "cpu", mmap=True)
     assert is_mapped()
     assert state["x"].tolist() == [1.0, 1.0]
 
@@ -116,15 +115,15 @@ def test_without_numpy_all_else_is_read(monkeypatch):
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", imported)
-    assert pickled.read(memory)["n"] == [1, "a"]
+    assert state_file.read(memory)["n"] == [1, "a"]
 
 
 def test_with_a_torch_that_can_allow_nothing_arrays_are_no_part_of_a_state(monkeypatch):
-    monkeypatch.setattr(pickled, "_CAN_ALLOW", False)
+    monkeypatch.setattr(state_file, "_CAN_ALLOW", False)
     assert not is_array(np.zeros(1))
-    assert pickled.read(pickle({"n": 1})) == {"n": 1}
+    assert state_file.read(pickle({"n": 1})) == {"n": 1}
     with pytest.raises(Exception, match=r"(?i)weights.only"):
-        pickled.read(pickle({"a": np.zeros(1)}))
+        state_file.read(pickle({"a": np.zeros(1)}))
 
 
 # Safetensors

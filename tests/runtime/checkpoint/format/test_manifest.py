@@ -10,7 +10,7 @@ import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format.checksum import ALGORITHMS
-from orc.runtime.checkpoint.format.manifest import (
+from orc.runtime.checkpoint.format.layout import (
     NAME,
     Manifest,
     content_problems,
@@ -22,7 +22,7 @@ from orc.runtime.checkpoint.format.manifest import (
     read_manifest,
     size_problems,
 )
-from orc.runtime.checkpoint.storage import durable, verifying
+from orc.runtime.checkpoint.storage import durable
 from orc.runtime.checkpoint.storage.durable import FileRecord, write_file
 
 FILES = {"b.bin": FileRecord(7, (5,)), "a.bin": FileRecord(3, (1, 2))}
@@ -212,7 +212,6 @@ def test_missing_short_and_long_files_are_named_and_make_a_checkpoint_incomplete
 def small_blocks(monkeypatch):
     """Blocks of 100 bytes."""
     monkeypatch.setattr(durable, "BLOCK", 100)
-    monkeypatch.setattr(verifying, "BLOCK", 100)
 
 
 def test_a_damaged_block_is_found_wherever_it_is_and_its_file_is_named_once(tmp_path, small_blocks):

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from orc.runtime.checkpoint.format import layout, naming
-from orc.runtime.checkpoint.format.manifest import NAME, Manifest
+from orc.runtime.checkpoint.format.layout import NAME, Manifest
 from orc.runtime.checkpoint.format.naming import CheckpointRoot, number_of
 from orc.runtime.checkpoint.state.ownership import FILE
 from orc.runtime.checkpoint.storage.durable import FileRecord

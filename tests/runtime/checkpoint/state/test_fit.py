@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.manifest import NAME, read_manifest
-from orc.runtime.checkpoint.storage.verifying import checksum
+from orc.runtime.checkpoint.format.layout import NAME, read_manifest
+from orc.runtime.checkpoint.storage.durable import checksum
 
 
 class Counter:

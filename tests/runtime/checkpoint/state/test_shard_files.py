@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from orc.runtime import Accelerator
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.merge import merge_fsdp_weights, read_model
-from orc.runtime.checkpoint.state import strategy_named
 from orc.runtime.checkpoint.state.shard_files import read_metadata
+from orc.runtime.checkpoint.state.strategies import strategy_named
 from orc.runtime.parallel.records import described
 
 

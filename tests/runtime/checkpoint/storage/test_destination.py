@@ -7,14 +7,14 @@ import fsspec
 import pytest
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.manifest import NAME, Manifest, read_manifest
+from orc.runtime.checkpoint.format.layout import NAME, Manifest, read_manifest
 from orc.runtime.checkpoint.state import ownership
 from orc.runtime.checkpoint.state.ownership import FILE
 from orc.runtime.checkpoint.storage import destination as module
 from orc.runtime.checkpoint.storage.destination import Destination, LocalDestination, RemoteDestination
+from orc.runtime.checkpoint.storage.durable import checksum
 from orc.runtime.checkpoint.storage.remote import Remote
 from orc.runtime.checkpoint.storage.remote import read_manifest as read_remote
-from orc.runtime.checkpoint.storage.verifying import checksum
 
 MANIFEST = Manifest("a", 3, 0, 0, 1, 0.0)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.storage.fence import refuse_superseded
+from orc.runtime.checkpoint.state.ownership import refuse_superseded
 
 
 @pytest.fixture

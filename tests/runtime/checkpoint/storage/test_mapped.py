@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from orc.runtime.checkpoint.storage import copying, mapped
+from orc.runtime.checkpoint.storage import copying
 from orc.runtime.checkpoint.storage.copying import CopyQueue
 
 
@@ -79,7 +79,7 @@ def test_what_is_not_read_is_copied(given, tmp_path, monkeypatch):
         return all(torch.equal(targets[name], value) for name, value in state.items())
 
     with monkeypatch.context() as without:  # no list of mappings
-        without.setattr(mapped, "_MAPS", tmp_path / "none")
+        without.setattr(copying, "_MAPS", tmp_path / "none")
         assert whole()
     torch.save({name: torch.zeros_like(value) for name, value in state.items()}, tmp_path / "other")
     (tmp_path / "other").replace(path)  # another file has its name

@@ -11,7 +11,7 @@ from botocore.exceptions import ClientError
 
 from orc.runtime import Accelerator, ProjectConfiguration
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.manifest import Manifest
+from orc.runtime.checkpoint.format.layout import Manifest
 from orc.runtime.checkpoint.storage import s3
 from orc.runtime.checkpoint.storage.destination import RemoteDestination
 from orc.runtime.checkpoint.storage.durable import FileRecord

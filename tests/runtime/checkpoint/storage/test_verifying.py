@@ -8,9 +8,8 @@ import threading
 import pytest
 
 from orc.runtime.checkpoint.format.checksum import CELL, Crc32, Grid64
-from orc.runtime.checkpoint.storage import verifying
-from orc.runtime.checkpoint.storage.durable import FileRecord
-from orc.runtime.checkpoint.storage.verifying import checksum, checksums
+from orc.runtime.checkpoint.storage import durable
+from orc.runtime.checkpoint.storage.durable import FileRecord, checksum, checksums
 
 PIECE, BLOCK = CELL, 3 * CELL
 DATA = random.Random(5).randbytes(10 * CELL + 77)
@@ -19,8 +18,8 @@ DATA = random.Random(5).randbytes(10 * CELL + 77)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of three pieces of one cell."""
-    monkeypatch.setattr(verifying, "BLOCK", BLOCK)
-    monkeypatch.setattr(verifying, "_PIECE", PIECE)
+    monkeypatch.setattr(durable, "BLOCK", BLOCK)
+    monkeypatch.setattr(durable, "_PIECE", PIECE)
 
 
 def sums(data, algorithm=Grid64):
@@ -33,7 +32,7 @@ def sums(data, algorithm=Grid64):
 
 
 def test_a_piece_is_whole_cells():
-    assert verifying._PIECE % CELL == BLOCK % PIECE == 0
+    assert durable._PIECE % CELL == BLOCK % PIECE == 0
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, BLOCK - 1, BLOCK, BLOCK + 1, len(DATA)])
@@ -121,8 +120,8 @@ def test_one_file_that_cannot_be_read_does_not_keep_the_others_from_it(tmp_path,
 
 def test_the_turns_are_shared_by_as_many_threads_as_there_are_processors_for(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(DATA)
-    pools, real = [], verifying.ThreadPoolExecutor
-    monkeypatch.setattr(verifying, "ThreadPoolExecutor", lambda threads: pools.append(threads) or real(threads))
+    pools, real = [], durable.ThreadPoolExecutor
+    monkeypatch.setattr(durable, "ThreadPoolExecutor", lambda threads: pools.append(threads) or real(threads))
     for processors in (1, 2, 64):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(processors))  # noqa: B023 - used before the next
         assert checksums([tmp_path / "a"]) == [FileRecord(len(DATA), sums(DATA))]

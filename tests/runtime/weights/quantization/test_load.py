@@ -22,8 +22,8 @@ from orc.runtime import (
 )
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.weights.loading import save_model
-from orc.runtime.weights.quantization.layers import layers_to_quantize, special_dtypes
-from orc.runtime.weights.weights_map import return_free_memory
+from orc.runtime.weights.offload import return_free_memory
+from orc.runtime.weights.quantization.load import layers_to_quantize, special_dtypes
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says at each forward that int8 computes in float16
 
