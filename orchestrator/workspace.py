@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from orc.orchestrator.ledger.records import AttemptRecord
 
 
+MOST_KEPT = 100_000  # jobs of which a workspace keeps something: more than are live, and no memory for months
+
+
 def login_name() -> str:
     """Return the name of the effective user; the number where it has none."""
     try:
@@ -84,6 +87,12 @@ class Workspace:
             closing.callback(self.ledger.close)
             for backend in self._backends.values():
                 closing.callback(backend.close)
+
+    def forget(self) -> None:
+        """Drop what is kept by job where there is much of it: it is read again of those that still matter."""
+        for kept in (self.noted, self.sizes, self.candidates):
+            if len(kept) > MOST_KEPT:
+                kept.clear()
 
     def size_of(self, connection: Connection, job: str) -> JobSize:
         """Return the size of *job*."""

@@ -210,15 +210,14 @@ def add_up_costs(
 ) -> Costs:
     """Return hours of nodes and GPUs, and what they cost by the prices of clusters.yaml."""
     from orc.orchestrator.insight.costs import add_up, check_way
-    from orc.orchestrator.ledger.usage import read_usage
+    from orc.orchestrator.ledger.usage import read_use
 
     check_way(by)
     ws = session.workspace
     with ws.ledger.database.read() as connection:
-        used = read_usage(
-            connection, job_ids=job or None, owner=owner, since=since, until=until, tags=by.startswith("tag:")
-        )
-        return Costs(**add_up(used, session.clusters(), by=by, now=ws.clock(), since=since, until=until))
+        key = "attempt" if by == "day" else by
+        uses = read_use(connection, key, ws.clock(), job_ids=job or None, owner=owner, since=since, until=until)
+    return Costs(**add_up(uses, session.clusters(), by))
 
 
 @call("GET", "/notifications", shows=Kind.STATE, parts=(Kind.PLACES,))

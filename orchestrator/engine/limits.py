@@ -11,12 +11,12 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.engine.queueing import queue_key
 from orc.orchestrator.ledger.records import JobSize
-from orc.orchestrator.ledger.usage import Quota, Usage, all_quotas, read_usage
+from orc.orchestrator.ledger.usage import Quota, Use, all_quotas, machine_of, read_use
 
 if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Cluster, Limits, Prices
@@ -209,21 +209,17 @@ def use_of_quotas(ws: Workspace) -> list[tuple[Quota, float]]:
     return [(quota, use(quota)) for quota in found]
 
 
-_INSTANCE_KEYS = ("instance_type", "accelerator_type", "type")
 PERIOD_S = 30 * 86400.0
 _KEPT_S = 60.0  # for which a reading is good enough
 
 Spent = Mapping[tuple[str, str], float]  # by scope and name
 
 
-def instance_of(spec: Mapping[str, Any], cluster: Cluster | None) -> str:
-    """Return the type of machine that a job or else its cluster requests; empty where neither does."""
-    kind = cluster.kind if cluster else ""
-    for options in (spec.get("resources", {}).get("options", {}).get(kind, {}), cluster.options if cluster else {}):
-        for key in _INSTANCE_KEYS:
-            if isinstance(options.get(key), str):
-                return str(options[key])
-    return ""
+def price_of(use: Use, cluster: Cluster | None) -> float | None:
+    """Return the price of one node of *use* for one hour on *cluster*, as it is described now; `None` without one."""
+    if cluster is None:
+        return None
+    return price_of_node_hour(cluster.prices, use.gpus_per_node, use.machine or machine_of(cluster.options))
 
 
 def price_of_node_hour(prices: Prices | None, gpus_per_node: int, instance: str) -> float | None:
@@ -240,31 +236,20 @@ def price_of_node_hour(prices: Prices | None, gpus_per_node: int, instance: str)
     return float(prices.node_hour or 0.0) + gpus_per_node * float(prices.gpu_hour or 0.0)
 
 
-def add_up(usages: Iterable[Usage], clusters: Mapping[str, Cluster], now: float) -> Spent:
-    """Return what users and projects have spent in the `PERIOD_S` before *now*. What has no price costs nothing."""
-    spent: Counter[tuple[str, str]] = Counter()
-    for usage in usages:
-        cluster = clusters.get(usage.cluster)
-        if cluster is None:
-            continue
-        price = price_of_node_hour(cluster.prices, usage.gpus_per_node, instance_of(usage.spec, cluster)) or 0.0
-        began = max(usage.started_at, now - PERIOD_S)
-        hours = max((usage.ended_at or now) - began, 0.0) / 3600
-        for place in (("user", usage.owner), ("project", usage.project)):
-            spent[place] += hours * usage.nodes * price  # type: ignore[assignment]
-    return spent
-
-
 def read_spent(ws: Workspace, connection: Connection, now: float) -> Spent:
-    """Return what users and projects have spent, at most `_KEPT_S` old."""
+    """Return what users and projects have spent in the `PERIOD_S` before *now*, at most `_KEPT_S` old.
+
+    What has no price costs nothing.
+    """
     if ws.spent is not None and 0 <= now - ws.spent[0] < _KEPT_S:
         return ws.spent[1]
-    usages = list(read_usage(connection, since=now - PERIOD_S))
-    clusters: dict[str, Cluster] = {}
-    for name in {usage.cluster for usage in usages}:
-        try:
-            clusters[name] = ws.backend(name).cluster
-        except LaunchError:
-            continue  # not configured any more: its hours have no price
-    ws.spent = (now, add_up(usages, clusters, now))
-    return ws.spent[1]
+    spent: Counter[tuple[str, str]] = Counter()
+    for scope in ("user", "project"):
+        for use in read_use(connection, scope, now, since=now - PERIOD_S):
+            try:
+                cluster = ws.backend(use.cluster).cluster
+            except LaunchError:
+                continue  # not configured any more: its hours have no price
+            spent[scope, use.key] += use.node_s / 3600 * (price_of(use, cluster) or 0.0)  # type: ignore[assignment]
+    ws.spent = (now, spent)
+    return spent

@@ -33,6 +33,7 @@ def reconcile(
     asked when its interval has passed. While the ledger cannot be written, the pass only looks and cancels: nothing is
     started that would be forgotten. Raises `LedgerError` only.
     """
+    ws.forget()
     report = PassReport()
     urgency = Urgency(max_age_s, some_jobs=job_ids is not None)
 

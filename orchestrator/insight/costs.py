@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine.limits import instance_of, price_of_node_hour
+from orc.orchestrator.engine.limits import price_of
 
 if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Cluster
-    from orc.orchestrator.ledger.usage import Usage
+    from orc.orchestrator.ledger.usage import Use
 
 HOUR_S = 3600.0
 WAYS = ("job", "user", "project", "cluster", "day", "tag:KEY")
@@ -22,32 +22,33 @@ WAYS = ("job", "user", "project", "cluster", "day", "tag:KEY")
 class _Sum:
     """Sum of what one group has used."""
 
-    jobs: set[str] = field(default_factory=set)
-    attempts: set[tuple[str, int]] = field(default_factory=set)
+    jobs: int = 0
+    attempts: int = 0
     node_hours: float = 0.0
     gpu_hours: float = 0.0
     cost: dict[str, float] = field(default_factory=dict)  # by currency
     unpriced_node_hours: float = 0.0
     running: bool = False
 
-    def add(self, usage: Usage, hours: float, price: float | None, currency: str) -> None:
-        """Add *hours* of an attempt, at *price* for a node and hour."""
-        nodes = usage.nodes
-        self.jobs.add(usage.job)
-        self.attempts.add((usage.job, usage.attempt))
-        self.node_hours += hours * nodes
-        self.gpu_hours += hours * nodes * usage.gpus_per_node
-        self.running |= usage.ended_at is None
+    def add(self, use: Use, cluster: Cluster | None) -> None:
+        """Add *use* at the prices of *cluster*."""
+        price, hours = price_of(use, cluster), use.node_s / HOUR_S
+        self.jobs += use.jobs
+        self.attempts += use.attempts
+        self.node_hours += hours
+        self.gpu_hours += hours * use.gpus_per_node
+        self.running |= use.running
         if price is None:
-            self.unpriced_node_hours += hours * nodes
-        else:
-            self.cost[currency] = self.cost.get(currency, 0.0) + hours * nodes * price
+            self.unpriced_node_hours += hours
+        elif cluster is not None and cluster.prices is not None:
+            currency = cluster.prices.currency
+            self.cost[currency] = self.cost.get(currency, 0.0) + hours * price
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-able form; ``cost`` is `None` where no price is known."""
         return {
-            "jobs": len(self.jobs),
-            "attempts": len(self.attempts),
+            "jobs": self.jobs,
+            "attempts": self.attempts,
             "node_hours": round(self.node_hours, 9),
             "gpu_hours": round(self.gpu_hours, 9),
             "cost": {name: round(value, 9) for name, value in sorted(self.cost.items())} or None,
@@ -56,31 +57,17 @@ class _Sum:
         }
 
 
-def add_up(
-    usages: Iterable[Usage],
-    clusters: Mapping[str, Cluster],
-    *,
-    by: str,
-    now: float,
-    since: float | None = None,
-    until: float | None = None,
-) -> dict[str, Any]:
+def add_up(uses: Iterable[Use], clusters: Mapping[str, Cluster], by: str) -> dict[str, Any]:
     """Return hours and costs by group, the dearest first: ``{"by", "groups": [{"key", ...}], "total"}``. Pure.
 
-    An attempt that still runs counts until *now*. Hours without a price are in ``unpriced_node_hours``, never free.
+    *uses* are of *by*; of single attempts for days. Hours without a price are in ``unpriced_node_hours``, never free.
     """
     groups: dict[str, _Sum] = {}
-    total = _Sum()
-    for usage in usages:
-        cluster = clusters.get(usage.cluster)
-        prices = cluster.prices if cluster else None
-        price = price_of_node_hour(prices, usage.gpus_per_node, instance_of(usage.spec, cluster))
-        currency = prices.currency if prices else ""
-        begin = max(usage.started_at, since if since is not None else usage.started_at)
-        end = min(usage.ended_at if usage.ended_at is not None else now, until if until is not None else float("inf"))
-        for key, length in _parts(usage, by, begin, end):
-            for part in (groups.setdefault(key, _Sum()), total):
-                part.add(usage, length / HOUR_S, price, currency)
+    total, seen = _Sum(), set[tuple[str, str]]()
+    for use in uses:
+        total.add(use, clusters.get(use.cluster))
+        for part in _days(use, seen) if by == "day" else (use,):
+            groups.setdefault(part.key, _Sum()).add(part, clusters.get(use.cluster))
     order = sorted(groups.items(), key=lambda item: item[0] if by == "day" else (-sum(item[1].cost.values()), item[0]))
     return {
         "by": by,
@@ -96,18 +83,16 @@ def check_way(by: str) -> str:
     raise LaunchError(f"costs are not grouped by {by!r}", hint=f"one of {', '.join(WAYS)}")
 
 
-def _parts(usage: Usage, by: str, begin: float, end: float) -> Iterator[tuple[str, float]]:
-    """Yield the group of a usage and its seconds; several where it goes over midnight and days are requested."""
-    if end < begin:
-        return
-    if by != "day":
-        named = {"job": usage.job, "user": usage.owner, "project": usage.project, "cluster": usage.cluster}
-        yield named[by] if by in named else usage.tags.get(by.removeprefix("tag:"), ""), end - begin
-        return
+def _days(use: Use, seen: set[tuple[str, str]]) -> Iterator[Use]:
+    """Yield the parts of an attempt by the days of this machine's time zone. A day counts each job once (*seen*)."""
+    begin, whole = use.began_at, use.ended_at - use.began_at
     while True:
         day = datetime.datetime.fromtimestamp(begin).date()
         midnight = datetime.datetime.combine(day + datetime.timedelta(days=1), datetime.time()).timestamp()
-        yield day.isoformat(), min(end, midnight) - begin
-        if midnight >= end:
+        end, of_day = min(use.ended_at, midnight), (day.isoformat(), use.key)
+        node_s = use.node_s * (end - begin) / whole if whole else 0.0
+        yield use._replace(key=of_day[0], jobs=int(of_day not in seen), node_s=node_s)
+        seen.add(of_day)
+        if midnight >= use.ended_at:
             return
         begin = midnight

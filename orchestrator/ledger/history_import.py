@@ -15,6 +15,7 @@ from orc.orchestrator.ledger.database import Connection, batches, insert, one_of
 from orc.orchestrator.ledger.history_format import BATCH, FORMAT, TABLES, ExportedTable
 from orc.orchestrator.ledger.lifecycle import TERMINAL_ATTEMPT, TERMINAL_JOB, AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.transaction import event_row
+from orc.orchestrator.ledger.usage import columns_of_attempt
 from orc.orchestrator.ledger.version import HEAD
 
 if TYPE_CHECKING:
@@ -209,10 +210,8 @@ class _Import:
         }
         fresh = chosen[table.name](rows) if table.name in chosen else self._of_new_jobs(table, rows)
         # Numbers of events and of the audit log are the ledger's own.
-        columns = [
-            column for column in table.columns if (table.name, column) not in (("events", "id"), ("audit", "id"))
-        ]
-        insert(self._connection, table.name, *({column: row[column] for column in columns} for row in fresh))
+        own = {"id"} if table.name in ("events", "audit") else set()
+        insert(self._connection, table.name, *({name: row[name] for name in row.keys() - own} for row in fresh))
         self._report.added[table.name] += len(fresh)
         self._report.known[table.name] += len(rows) - len(fresh)
 
@@ -223,6 +222,10 @@ class _Import:
         if table.name == "attempts" and not self._take_over:
             # A handle says where logs are read and what is ended: that of a stranger's file is not followed.
             fresh = [{**row, "handle": None, "sent_to": None} for row in fresh]
+        if table.name == "attempts":
+            columns = ("id", "cluster", "owner", "project", "backend", "spec")
+            jobs = {job["id"]: job for job in self._stored("jobs", columns, "id", [row["job_id"] for row in fresh])}
+            fresh = [row | columns_of_attempt(jobs[row["job_id"]], len(json.loads(row["hosts"]))) for row in fresh]
         return fresh
 
     def _holds(self, job_id: str) -> bool:

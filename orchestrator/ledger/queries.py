@@ -159,39 +159,30 @@ def read_rows(
     rows = connection.tuples(f"SELECT {_SHOWN}, {_MORE} FROM {chosen}", parameters)  # noqa: S608
     if not rows:
         return []
-    tag_rows = connection.tuples(
-        f"SELECT job_id, key, value FROM job_tags WHERE job_id IN (SELECT id FROM {chosen})",  # noqa: S608
-        parameters,
-    )
-    attempt_rows = connection.tuples(
-        "SELECT a.job_id, a.hosts, a.started_at, a.progress FROM attempts a JOIN "  # noqa: S608
-        f"(SELECT id, attempt FROM {chosen}) j ON a.job_id = j.id AND a.number = j.attempt",
-        parameters,
-    )
-    spec_rows = connection.tuples(
-        f"SELECT id, spec FROM jobs WHERE id IN (SELECT id FROM {chosen})",  # noqa: S608
-        parameters,
-    )
-    seen_rows = connection.tuples(
-        f"SELECT job_id, at FROM sightings WHERE job_id IN (SELECT id FROM {chosen})",  # noqa: S608
-        parameters,
-    )
     tags: dict[str, dict[str, str]] = {}
-    for job_id, key, value in tag_rows:
-        tags.setdefault(job_id, {})[key] = value
+    seen: dict[str, float] = {}
+    latest: dict[str, tuple[Any, ...]] = {}
+    # By their ids: the search for them, which may read all jobs, is not made again.
+    for some in batches([row[0] for row in rows]):
+        these, ids = one_of("job_id", some)
+        for job_id, key, value in connection.tuples(f"SELECT job_id, key, value FROM job_tags WHERE {these}", ids):  # noqa: S608
+            tags.setdefault(job_id, {})[key] = value
+        seen |= dict(connection.tuples(f"SELECT job_id, at FROM sightings WHERE {these}", ids))  # noqa: S608
+        these, ids = one_of("j.id", some)
+        for job_id, text, hosts, started_at, progress in connection.tuples(
+            "SELECT j.id, j.spec, a.hosts, a.started_at, a.progress FROM jobs j LEFT JOIN attempts a "  # noqa: S608
+            f"ON a.job_id = j.id AND a.number = j.attempt WHERE {these}",
+            ids,
+        ):
+            spec, reached = _json(text), _json(progress or "{}")
+            size = JobSize.of(spec)
+            of_attempt = (started_at, size.nodes, size.gpus, reached, share_done(spec, reached))
+            latest[job_id] = (tuple(_json(hosts or "[]")), of_attempt)
     none: dict[str, str] = {}
-    attempts = {
-        job_id: (tuple(_json(hosts)), started_at, _json(progress))
-        for job_id, hosts, started_at, progress in attempt_rows
-    }
-    seen, specs = dict(seen_rows), {job_id: _json(text) for job_id, text in spec_rows}
     found = []
     for row in rows:
-        hosts, started_at, progress = attempts.get(row[0], ((), None, {}))
-        spec = specs.get(row[0], {})
-        size = JobSize.of(spec)
-        latest = (started_at, size.nodes, size.gpus, progress, share_done(spec, progress))
-        found.append((*row[:10], hosts, tags.get(row[0], none), seen.get(row[0]), *row[10:], *latest))
+        hosts, of_attempt = latest[row[0]]
+        found.append((*row[:10], hosts, tags.get(row[0], none), seen.get(row[0]), *row[10:], *of_attempt))
     return found
 
 

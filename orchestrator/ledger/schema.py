@@ -91,6 +91,27 @@ attempts = sa.Table(
     sa.Column("progress", _JSON, nullable=False),
     sa.Column("exit", _JSON),
     sa.Column("sent_to", _JSON),  # as its cluster was described when it was sent
+    # What its hours are added up by: the job's own, and the hosts that it has or else the nodes that it requests.
+    sa.Column("cluster", sa.String(255), nullable=False, server_default=""),
+    sa.Column("owner", sa.String(255), nullable=False, server_default=""),
+    sa.Column("project", sa.String(255), nullable=False, server_default=""),
+    sa.Column("gpus_per_node", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("machine", sa.String(255), nullable=False, server_default=""),
+    sa.Column("nodes", sa.Integer, nullable=False, server_default="1"),
+    # It has all of that, so that a sum over years need not read the rows.
+    sa.Index(
+        "ix_attempts_use",
+        "started_at",
+        "ended_at",
+        "cluster",
+        "owner",
+        "project",
+        "gpus_per_node",
+        "machine",
+        "nodes",
+        "job_id",
+        "number",
+    ),
 )
 
 reservations = sa.Table(

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orc.orchestrator.ledger import sealed_secrets
+from orc.orchestrator.ledger import sealed_secrets, usage
 from orc.orchestrator.ledger.database import Connection, insert
 from orc.orchestrator.ledger.errors import Conflict
 from orc.orchestrator.ledger.lifecycle import Event, IllegalTransition, Kind, Position, advance
@@ -89,10 +89,11 @@ class Transaction:
 
         Raises `Conflict`, `IllegalTransition`.
         """
-        revisions = self._revisions([job for job, _, _ in attempts])
+        found = select_jobs(self.connection, "j.id, j.revision, j.spec", [job.id for job, _, _ in attempts])
+        specs = {job_id: spec for job_id, _, spec in found}
         batch, rows, histories = Batch(), [], []
         for job, _, _ in attempts:
-            if revisions.get(job.id) != job.revision:
+            if (job.id, job.revision) not in {row[:2] for row in found}:
                 raise Conflict(job.id)
         for job, marker, plan_digest in attempts:
             number = job.number + 1
@@ -103,6 +104,7 @@ class Transaction:
             self._update_job(batch, job, changed)
             row = {"job_id": job.id, "number": number, "marker": marker, "state": str(after.attempt), "reason": ""}
             row |= {"plan_digest": plan_digest, "prepared_at": self.now, "restarts": 0}
+            row |= usage.columns_of_attempt({**vars(job), "spec": specs[job.id]}, len(hosts))
             rows.append({**row, "hosts": dump(list(hosts)), "progress": "{}"})
             histories.append((job.id, [event]))
         batch.run(self.connection)
@@ -186,6 +188,8 @@ class Transaction:
         for job, made in current:
             position = after[job.id]
             changes = {"state": position.attempt, **made.attempt_set} if job.attempt else {}
+            if changes.get("hosts"):
+                changes["nodes"] = len(changes["hosts"])
             if changes:
                 self._set(batch, "attempts", changes, "job_id = :key_job AND number = :key_number", job.id, job.number)
             if changes and (made.vacate or (position.attempt is not None and position.attempt.terminal)):

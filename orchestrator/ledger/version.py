@@ -1,3 +1,3 @@
 """The schema version this code works with: the newest revision below `migrations/versions`."""
 
-HEAD = "0006"
+HEAD = "0007"

@@ -5,6 +5,7 @@ from fake_backend import FakeBackend
 
 from orc.launchers.attempts.records import AttemptExit, RankFailure
 from orc.launchers.backends.base import Cause, Phase
+from orc.orchestrator import workspace
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import writing
 from orc.orchestrator.ledger.leases import CLAIM_S
@@ -110,6 +111,18 @@ def test_what_cannot_be_told_leaves_the_state(client, backend, running):
     backend.set(view.attempt.marker, Phase.UNKNOWN, reason="started on another machine")
     client.refresh()
     assert (client.job(view.id).state, client.job(view.id).reason) == ("RUNNING", "started on another machine")
+
+
+def test_where_much_is_kept_by_job_nothing_is_of_those_that_have_ended(client, running, monkeypatch):
+    monkeypatch.setattr(workspace, "MOST_KEPT", 2)
+    for _ in range(6):
+        running()
+    ws = client.workspace
+    assert len(ws.noted) == len(ws.sizes) == 6
+    client.cancel([row.id for row in client.jobs()], grace_s=0)
+    for _ in range(2):
+        client.refresh()
+    assert len(ws.noted) == len(ws.sizes) == 0
 
 
 def test_an_unchanged_look_writes_nothing(client, running):

@@ -40,12 +40,12 @@ def ledger(database: Database, clock) -> Ledger:
 
 @pytest.fixture
 def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """``older(url)`` makes a ledger of version 0005, to which this version adds the table of quotas."""
+    """``older(url)`` makes a ledger of version 0006, to which this version adds the table of quotas."""
     migrations = tmp_path / "migrations"
     shutil.copytree(upgrade.MIGRATIONS, migrations, ignore=shutil.ignore_patterns("0*.py"))
-    (migrations / "versions/0005.py").write_text("revision, down_revision = '0005', None")
-    (migrations / "versions/0006.py").write_text(
-        "from alembic import op\nfrom orc.orchestrator.ledger import schema\nrevision, down_revision = '0006', '0005'\n"
+    (migrations / "versions/0006.py").write_text("revision, down_revision = '0006', None")
+    (migrations / "versions/0007.py").write_text(
+        "from alembic import op\nfrom orc.orchestrator.ledger import schema\nrevision, down_revision = '0007', '0006'\n"
         "def upgrade():\n    schema.quotas.create(op.get_bind())\n"
     )
     monkeypatch.setattr(upgrade, "MIGRATIONS", migrations)
@@ -55,7 +55,7 @@ def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
         engine = sa.create_engine(url)
         with engine.begin() as connection:
             connection.execute(sa.text("DROP TABLE quotas"))
-            connection.execute(sa.text("UPDATE alembic_version SET version_num = '0005'"))
+            connection.execute(sa.text("UPDATE alembic_version SET version_num = '0006'"))
         engine.dispose()
 
     return make

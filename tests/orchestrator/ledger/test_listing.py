@@ -51,6 +51,16 @@ def test_pages_go_through_all_jobs_newest_first_whatever_comes_meanwhile(ledger,
     assert ledger.page(JobFilter(), None, 7).next is not None
 
 
+def test_jobs_are_searched_for_once_whatever_is_read_of_those_that_are_found(ledger, put):
+    put("a", tags={"t": "1"})
+    put("b")
+    with ledger.database.read() as connection:
+        read, statements = connection.tuples, []
+        connection.tuples = lambda sql, parameters=None: statements.append(sql) or read(sql, parameters)
+        assert [row[0] for row in queries.read_rows(connection, JobFilter(q="digits"), limit=50)] == ["b", "a"]
+    assert sum("LIKE" in sql for sql in statements) == 1
+
+
 def test_every_filter_chooses_and_all_have_to_hold(ledger, put):
     put("a", 1, owner="ann", project="vision", tags={"t": "1"}, group_id="g", group_index=0)
     put("b", 2, owner="bob", project="vision", name="Letters", cluster="far", group_id="g", group_index=1)

@@ -62,12 +62,12 @@ def test_a_job_of_an_older_orc_goes_on_after_the_upgrade(older, url, tmp_path, c
 
 def test_a_migration_that_fails_changes_nothing(older, url, tmp_path):
     older(url)
-    with (upgrade.MIGRATIONS / "versions/0006.py").open("a") as script:
+    with (upgrade.MIGRATIONS / "versions/0007.py").open("a") as script:
         script.write("    op.execute('NONSENSE')\n")
     with pytest.raises(LedgerError, match="NONSENSE"):
         open_database(tmp_path, url)
     database = CoreDatabase(url)
-    assert version(database) == [("0005",)]
+    assert version(database) == [("0006",)]
     with pytest.raises(LedgerError, match="quotas"), database.read() as connection:
         connection.tuples("SELECT 1 FROM quotas")
     database.close()

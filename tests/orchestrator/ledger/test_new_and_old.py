@@ -68,7 +68,7 @@ def test_a_ledger_of_an_older_orc_cannot_be_read_from_a_full_disk(tmp_path, open
         "free some space and try again",
     )
     assert [is_closed(one) for one in opened] == [True]
-    assert version(tmp_path / "ledger.db") == [("0005",)]
+    assert version(tmp_path / "ledger.db") == [("0006",)]
 
 
 def test_what_cannot_be_written_is_a_copy_only_for_those_who_can_do_with_one(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from orc.orchestrator.ledger import schema, upgrade
 from orc.orchestrator.ledger.version import HEAD
 
 # Digests of the tables of each version: a change of them is a new version with a migration.
-TABLES = {"0006": "2e7407418dbd5b89c73e1d7573f4297117428a8d66f3c5f55ab5ee1bd37d23be"}
+TABLES = {"0007": "523523867e2707443ff6fd6c4b9b0a327c6d21a24437cb535e53fcc60affd886"}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
 """The first release: the tables as `orc.orchestrator.ledger.schema` has them, from which new ledgers are made."""
 
-revision = "0006"
+revision = "0007"
 down_revision = None
