@@ -1,7 +1,6 @@
 """Starting an agent on a host without a scheduler: it takes slots and the lease, or names their holders.
 
-One short command over SSH that
-prints one line of JSON. Format: docs/explanation/attempt-directory.md.
+One short command over SSH that prints one line of JSON. Format: docs/explanation/attempt-directory.md.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_the_doctor_knows_what_each_kind_and_its_entries_need(
     monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}")
     (orc_home / "config").mkdir(parents=True)
     (orc_home / "config" / "clusters.yaml").write_text(clusters)
-    line = next(line for line in doctor.kinds() if line.name == kind)
+    line = next(line for line in doctor.kinds() if line.kind == kind)
     assert (line.works, said[1] in line.what) == (said[0], True), line
 
 
