@@ -75,6 +75,8 @@ def test_every_filter_chooses_and_all_have_to_hold(ledger, put):
     assert found(project="vision") == found(group="g") == ["b", "a"]
     assert found(cluster="far") == found(name="Letters") == ["b"]
     assert found(tags={"t": "1"}, owner="ann", states=["QUEUED"]) == ["a"]
+    assert found(tags={"t": "1"}) == ["c", "a"]
+    assert found(tags={"t": "2"}) == found(tags={"u": "1"}) == []
     assert found(states=["CANCELLED", "QUEUED", "RUNNING", "QUEUED"]) == ["c", "b", "a"]
     assert found(states=[]) == found(owner="nobody") == []
     assert found(q="LETT") == found(q="far") == found(q="Bob") == ["b"]
