@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.config import to_env
-from orc.runtime.core.errors import ContextError, LaunchError, RankFailure
+from orc.runtime.core.errors import ContextError, LaunchError, RankFailure, SettingConflict
 from orc.runtime.core.parsing import parse_bool
 
 if TYPE_CHECKING:
@@ -143,12 +143,17 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 
     Raises:
         RankFailure: a rank raised or died; the text has its number and its traceback.
-        ContextError: an Accelerator or a process group exists already in this process.
+        ContextError: a process group exists already in this process. An Accelerator may: the ranks make their own.
     """
     args = _arguments(args)
     _check(num_processes, 0, 1, 0, "fork")
-    _refuse_what_is_there("fork", cuda=False)
+    _refuse_what_is_there("fork", accelerator=False, cuda=False)
+    from orc.runtime.core.context import reset_default
     from orc.runtime.launch import ranks
+
+    def anew(*args: Any) -> Any:
+        reset_default()  # a forked rank has the context of this process
+        return function(*args)
 
     settings = to_env({"use_cpu": True})
     with ranks.held_port() as port:
@@ -156,7 +161,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
             {**ranks.launch_variables(rank, num_processes, num_processes, "127.0.0.1", port), **settings}
             for rank in range(num_processes)
         ]
-        ranks.run(variables, function, args, prefixes=[""] * num_processes)
+        ranks.run(variables, anew, args, prefixes=[""] * num_processes)
 
 
 # ---- where ranks meet
@@ -276,15 +281,15 @@ def _gpu_count() -> int:
     return torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
 
 
-def _refuse_what_is_there(start_method: str, *, cuda: bool) -> None:
+def _refuse_what_is_there(start_method: str, *, accelerator: bool = True, cuda: bool) -> None:
     """Raise `ContextError` for what ranks cannot be started beside."""
     import torch
     import torch.distributed as dist
 
     from orc.runtime.core.context import peek_context
 
-    if peek_context() is not None or (dist.is_available() and dist.is_initialized()):
-        raise ContextError(
+    if (accelerator and peek_context() is not None) or (dist.is_available() and dist.is_initialized()):
+        raise SettingConflict(
             "an Accelerator (or a process group) exists already in this process, and its ranks cannot be made from "
             "here: make it in the function that is launched, and nowhere else. Restart the kernel, then launch again"
         )

@@ -12,7 +12,7 @@ from orc.runtime.core.errors import OrcRuntimeError
 REFUSED_EXIT_STATUS = 78
 
 
-class CheckpointError(OrcRuntimeError):
+class CheckpointError(OrcRuntimeError, ValueError):
     """A checkpoint that cannot be written, is incomplete or damaged, or does not fit what was prepared."""
 
 

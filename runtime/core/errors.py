@@ -24,7 +24,7 @@ class ContextError(OrcRuntimeError):
 
 
 class SettingConflict(ContextError, ValueError):
-    """A setting that contradicts the one that an earlier Accelerator of this process has chosen."""
+    """What contradicts an earlier Accelerator of this process: a setting, or ranks that are made beside it."""
 
 
 class TopologyError(ContextError, ValueError):

@@ -27,6 +27,7 @@ from orc.runtime import (
     find_executable_batch_size,
     fsdp2_prepare_auto_wrap_policy,
     fsdp2_prepare_model,
+    load_checkpoint_in_model,
     reduce,
     register_tracker_class,
 )
@@ -195,3 +196,9 @@ def test_a_registered_tracker_is_named_in_log_with():
         register_tracker_class(dict)
     with pytest.raises(ValueError, match="a name of its own"):
         register_tracker_class(type("Copy", (Lines,), {"name": "wandb"}))
+
+
+def test_a_checkpoint_that_is_not_there_is_a_wrong_value(tmp_path):
+    for load in (Accelerator().load_state, lambda place: load_checkpoint_in_model(torch.nn.Linear(1, 1), place)):
+        with pytest.raises(ValueError, match="there is no such checkpoint"):
+            load(tmp_path / "elsewhere")

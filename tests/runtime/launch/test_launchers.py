@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from orc.runtime import Accelerator, debug_launcher, launchers, notebook_launcher
-from orc.runtime.core.errors import ContextError, LaunchError, RankFailure
+from orc.runtime.core.errors import ContextError, LaunchError, RankFailure, SettingConflict
 from orc.runtime.launch import xla
 
 
@@ -178,9 +178,15 @@ def test_what_cannot_be_launched_is_refused_with_the_reason(monkeypatch):
         notebook_launcher(train)
     monkeypatch.delenv("ACCELERATE_DEBUG_MODE")
     Accelerator()
-    for launch in (lambda: notebook_launcher(train, num_processes=2), lambda: debug_launcher(train)):
-        with pytest.raises(ContextError, match="exists already in this process"):
-            launch()
+    with pytest.raises(SettingConflict, match="exists already in this process"):
+        notebook_launcher(train, num_processes=2)
+
+
+def test_ranks_to_debug_with_make_accelerators_of_their_own(capfd):
+    accelerator = Accelerator()
+    debug_launcher(lambda: print(Accelerator().gather(torch.ones(1)).tolist(), flush=True))
+    assert capfd.readouterr().out == "[1.0, 1.0]\n" * 2
+    assert (accelerator.num_processes, Accelerator().num_processes) == (1, 1)
 
 
 def test_on_a_tpu_the_processes_are_those_of_torch_xla(monkeypatch, capsys):
