@@ -31,10 +31,24 @@ class Checkpointing(StateSaving):
         options = self.options
         return RunCheckpoints(self.ctx, self.prepared, options.project, timeout=options.process_group.timeout)
 
+    @property
+    def _made(self) -> RunCheckpoints | None:
+        """The same where they have been needed: most runs load the code for them with their first checkpoint."""
+        return self.__dict__.get("checkpoints")
+
+    def base_step(self) -> int:
+        """Return the step that the run was resumed at."""
+        return 0 if self._made is None else self._made.base_step
+
+    def raise_failed(self) -> None:
+        """Raise what a checkpoint in the background has failed with."""
+        if self._made is not None and self._made.background.failed:
+            self._made.finish()
+
     def close(self) -> None:
         """Wait for what is written in the background, and close connections."""
-        if "checkpoints" in self.__dict__:
-            self.checkpoints.close()
+        if self._made is not None:
+            self._made.close()
 
     def _aside(self) -> AbstractContextManager[None]:
         """Around work that is no training step, for those who watch the run."""
