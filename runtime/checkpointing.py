@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.saving import StateSaving
@@ -23,18 +22,17 @@ if TYPE_CHECKING:
 class Checkpointing(StateSaving):
     """The part of the Accelerator that saves, loads and resumes whole runs."""
 
-    @cached_property
-    def checkpoints(self) -> RunCheckpoints:
-        """The checkpoints of this run; connections to the other ranks are opened when they are first needed."""
-        from orc.runtime.checkpoint.run import RunCheckpoints
-
-        options = self.options
-        return RunCheckpoints(self.ctx, self.prepared, options.project, timeout=options.process_group.timeout)
+    _made: RunCheckpoints | None = None  # most runs load the code for them with their first checkpoint
 
     @property
-    def _made(self) -> RunCheckpoints | None:
-        """The same where they have been needed: most runs load the code for them with their first checkpoint."""
-        return self.__dict__.get("checkpoints")
+    def checkpoints(self) -> RunCheckpoints:
+        """The checkpoints of this run; connections to the other ranks are opened when they are first needed."""
+        if self._made is None:
+            from orc.runtime.checkpoint.run import RunCheckpoints
+
+            options = self.options
+            self._made = RunCheckpoints(self.ctx, self.prepared, options.project, timeout=options.process_group.timeout)
+        return self._made
 
     def base_step(self) -> int:
         """Return the step that the run was resumed at."""
