@@ -133,13 +133,14 @@ from orc.runtime.core.handlers import GradScalerKwargs as GradScalerKwargs
 from orc.runtime.core.handlers import GradientAccumulationPlugin as GradientAccumulationPlugin
 from orc.runtime.core.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from orc.runtime.core.handlers import KwargsHandler as KwargsHandler
+from orc.runtime.core.handlers import ProfileKwargs as ProfileKwargs
 from orc.runtime.core.handlers import ProjectConfiguration as ProjectConfiguration
 from orc.runtime.core.handlers import TorchDynamoPlugin as TorchDynamoPlugin
+from orc.runtime.core.parallelism import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
 from orc.runtime.core.parallelism import ParallelismConfig as ParallelismConfig
-from orc.runtime.core.parallelism_handlers import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
-from orc.runtime.core.parallelism_handlers import TorchContextParallelConfig as TorchContextParallelConfig
-from orc.runtime.core.parallelism_handlers import TorchTensorParallelConfig as TorchTensorParallelConfig
-from orc.runtime.core.parallelism_handlers import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from orc.runtime.core.parallelism import TorchContextParallelConfig as TorchContextParallelConfig
+from orc.runtime.core.parallelism import TorchTensorParallelConfig as TorchTensorParallelConfig
+from orc.runtime.core.parallelism import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from orc.runtime.core.patching import are_libraries_initialized as are_libraries_initialized
 from orc.runtime.core.patching import clear_environment as clear_environment
 from orc.runtime.core.patching import get_int_from_env as get_int_from_env
@@ -149,7 +150,6 @@ from orc.runtime.core.patching import patch_environment as patch_environment
 from orc.runtime.core.patching import purge_accelerate_environment as purge_accelerate_environment
 from orc.runtime.core.patching import str_to_bool as str_to_bool
 from orc.runtime.core.process_control import wait_for_everyone as wait_for_everyone
-from orc.runtime.core.profile_options import ProfileKwargs as ProfileKwargs
 from orc.runtime.core.state import GradientState as GradientState
 from orc.runtime.core.versions import compare_versions as compare_versions
 from orc.runtime.core.versions import is_torch_version as is_torch_version

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from orc.runtime import collectives
 from orc.runtime.attributes import AcceleratorAttributes
 from orc.runtime.checkpointing import Checkpointing
 from orc.runtime.core.accumulation import Accumulation
@@ -30,7 +29,6 @@ from orc.runtime.parallel import extract_model_from_parallel
 from orc.runtime.parallel.compile import resolve_plugin
 from orc.runtime.parallel.precision import precision_for
 from orc.runtime.preparing import Preparation
-from orc.runtime.state import check_device
 from orc.runtime.tracking.methods import Tracking
 from orc.runtime.train.engine import engine_for
 from orc.runtime.train.normalize import Count
@@ -163,7 +161,6 @@ class Accelerator(AcceleratorAttributes):
         library = chosen(given | others, os.environ)
         ctx = current_context(cpu=cpu, **options.process_group.to_dict())
         self._tracking = Tracking(ctx, options.project, log_with)
-        check_device(ctx, cpu)
         first = not ctx.configured
         try:
             if library is not None:
@@ -422,7 +419,9 @@ class Accelerator(AcceleratorAttributes):
         Args:
             tensor: a tensor, or any nesting of them; the same structure on all processes.
         """
-        return collectives.gather(tensor, ctx=self.ctx)
+        from orc.runtime.collectives.collectives import gather
+
+        return gather(tensor, ctx=self.ctx)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return `gather` without the samples that were repeated to fill up the last batch.
@@ -432,7 +431,9 @@ class Accelerator(AcceleratorAttributes):
             use_gather_object: send pickled objects: tensors of different sizes, anything. A list or tuple has one
                 element per sample.
         """
-        return collectives.gather_for_metrics(input_data, use_gather_object, ctx=self.ctx)
+        from orc.runtime.collectives.metrics import gather_for_metrics
+
+        return gather_for_metrics(input_data, use_gather_object, ctx=self.ctx)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the tensors of all processes added (``sum``), averaged (``mean``) or left alone (``none``).
@@ -442,7 +443,9 @@ class Accelerator(AcceleratorAttributes):
             reduction: ``sum``, ``mean`` or ``none``.
             scale: what results are multiplied by on XLA devices; it has no meaning elsewhere.
         """
-        return collectives.reduce(tensor, reduction, scale, ctx=self.ctx)
+        from orc.runtime.collectives.collectives import reduce
+
+        return reduce(tensor, reduction, scale, ctx=self.ctx)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Return tensors padded along *dim* to the largest size on any process.
@@ -452,7 +455,9 @@ class Accelerator(AcceleratorAttributes):
             pad_index: the value to pad with.
             pad_first: pad at the beginning instead of the end.
         """
-        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, ctx=self.ctx)
+        from orc.runtime.collectives.collectives import pad_across_processes
+
+        return pad_across_processes(tensor, dim, pad_index, pad_first, ctx=self.ctx)
 
     def set_trigger(self) -> None:
         """Raise the flag on this process; see `check_trigger`."""
@@ -460,8 +465,10 @@ class Accelerator(AcceleratorAttributes):
 
     def check_trigger(self) -> bool:
         """Return whether any process raised the flag since the last check, the same answer on all; lower it."""
+        from orc.runtime.collectives.collectives import any_process
+
         raised, self._trigger = self._trigger, False
-        return collectives.any_process(raised, ctx=self.ctx)
+        return any_process(raised, ctx=self.ctx)
 
     set_breakpoint = set_trigger
     check_breakpoint = check_trigger

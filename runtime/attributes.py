@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.accumulation import Accumulation, GradientRecord
     from orc.runtime.core.events import Events
-    from orc.runtime.core.handlers import AutocastKwargs, DistributedDataParallelKwargs
+    from orc.runtime.core.handlers import AutocastKwargs, DistributedDataParallelKwargs, ProfileKwargs
     from orc.runtime.core.options import Options
     from orc.runtime.core.prepared import Prepared
-    from orc.runtime.core.profile_options import ProfileKwargs
     from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
     from orc.runtime.engine.deepspeed.wrappers import DeepSpeedEngineWrapper
     from orc.runtime.train.engine import Engine

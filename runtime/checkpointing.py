@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.saving import StateSaving
@@ -23,18 +22,31 @@ if TYPE_CHECKING:
 class Checkpointing(StateSaving):
     """The part of the Accelerator that saves, loads and resumes whole runs."""
 
-    @cached_property
+    _made: RunCheckpoints | None = None  # most runs load the code for them with their first checkpoint
+
+    @property
     def checkpoints(self) -> RunCheckpoints:
         """The checkpoints of this run; connections to the other ranks are opened when they are first needed."""
-        from orc.runtime.checkpoint.run import RunCheckpoints
+        if self._made is None:
+            from orc.runtime.checkpoint.run import RunCheckpoints
 
-        options = self.options
-        return RunCheckpoints(self.ctx, self.prepared, options.project, timeout=options.process_group.timeout)
+            options = self.options
+            self._made = RunCheckpoints(self.ctx, self.prepared, options.project, timeout=options.process_group.timeout)
+        return self._made
+
+    def base_step(self) -> int:
+        """Return the step that the run was resumed at."""
+        return 0 if self._made is None else self._made.base_step
+
+    def raise_failed(self) -> None:
+        """Raise what a checkpoint in the background has failed with."""
+        if self._made is not None and self._made.background.failed:
+            self._made.finish()
 
     def close(self) -> None:
         """Wait for what is written in the background, and close connections."""
-        if "checkpoints" in self.__dict__:
-            self.checkpoints.close()
+        if self._made is not None:
+            self._made.close()
 
     def _aside(self) -> AbstractContextManager[None]:
         """Around work that is no training step, for those who watch the run."""

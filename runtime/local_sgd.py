@@ -72,7 +72,7 @@ class LocalSGD:
         """Give all processes the mean of the parameters and, as DDP would, the buffers of rank 0."""
         import torch
 
-        from orc.runtime.collectives import broadcast, reduce
+        from orc.runtime.collectives.collectives import broadcast, reduce
 
         ctx = self.accelerator.ctx
         with torch.no_grad():

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from orc.runtime.watching import Watching
 
 
-_TURNS = (nn.Module, DataLoader, Optimizer, LRScheduler)
-
-
 class Preparation:
     """Prepares single objects of torch's classes for one Accelerator. What is prepared already comes back as it is.
 
@@ -84,22 +81,18 @@ class Preparation:
         """Prepare each of *objects* by itself; the result is in their order."""
         # Schedulers refer to optimizers, and these to models, which may stand behind them. Loaders share the data out
         # as the mesh of a model says.
-        result: dict[int, Any] = {}
-        for index in sorted(range(len(objects)), key=lambda index: _turn(objects[index])):
-            result[index] = self.one(objects[index], placement[index])
-        return [result[index] for index in range(len(objects))]
-
-    def one(self, one: Any, device_placement: bool | None = None) -> Any:
-        """Prepare *one*, of whatever class."""
-        if isinstance(one, DataLoader):
-            return self.prepare_data_loader(one, device_placement=device_placement)
-        if isinstance(one, nn.Module):
-            return self.prepare_model(one, device_placement=device_placement)
-        if isinstance(one, Optimizer):
-            return self.prepare_optimizer(one, device_placement=device_placement)
-        if isinstance(one, LRScheduler):
-            return self.prepare_scheduler(one)
-        return one
+        turns: Sequence[tuple[type, Callable[..., Any]]] = (
+            (nn.Module, self.prepare_model),
+            (DataLoader, self.prepare_data_loader),
+            (Optimizer, self.prepare_optimizer),
+            (LRScheduler, lambda scheduler, _: self.prepare_scheduler(scheduler)),
+        )
+        result = list(objects)
+        for kind, prepare in turns:
+            for index, item in enumerate(objects):
+                if isinstance(item, kind):
+                    result[index] = prepare(item, placement[index])
+        return result
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -292,7 +285,3 @@ class Preparation:
 
     def _placing(self, device_placement: bool | None) -> bool:
         return self.options.device_placement if device_placement is None else device_placement
-
-
-def _turn(item: Any) -> int:
-    return next((turn for turn, kind in enumerate(_TURNS) if isinstance(item, kind)), 0)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from orc.runtime.engine.deepspeed.plugins import DeepSpeedPlugins
     from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
 
-__all__ = ["AcceleratorState", "GradientState", "PartialState", "check_device"]
+__all__ = ["AcceleratorState", "GradientState", "PartialState"]
 
 
 class PartialState(View, ProcessControl):
@@ -51,7 +51,6 @@ class PartialState(View, ProcessControl):
         init_method: str | None = None,
     ) -> None:
         ctx = current_context(cpu=cpu, backend=backend, timeout=timeout, init_method=init_method)
-        check_device(ctx, cpu)
         object.__setattr__(self, "ctx", ctx)
 
     @property
@@ -177,12 +176,3 @@ class AcceleratorState(PartialState):
         plugin = self.deepspeed_plugin
         more = "" if plugin is None else f"ds_config: {plugin.deepspeed_config}\n"
         return super().__repr__() + f"Mixed precision type: {self.mixed_precision}\n{more}"
-
-
-def check_device(ctx: RunContext, cpu: bool) -> None:
-    """Raise `ContextError` when *cpu* contradicts the device of *ctx*."""
-    if cpu and ctx.device.type != "cpu":
-        raise ContextError(
-            f"cpu=True was asked for, but this process already computes on {ctx.device}; ask for it first, or set "
-            "ORC_USE_CPU=1"
-        )

@@ -6,11 +6,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from orc.runtime.boundary import Boundary
     from orc.runtime.checkpointing import Checkpointing
     from orc.runtime.observe.meter import Meter
     from orc.runtime.observe.spikes import SpikeGuard
     from orc.runtime.observe.watch import Watch
-    from orc.runtime.preemption.boundary import Boundary
     from orc.runtime.train.engine import Engine
 
 
@@ -48,7 +48,7 @@ class Watching:
             Responder.of(self.ctx, self._engine.prepared)
         watch = Watch.of(self.ctx)
         if watch is not None:
-            watch.add(self._engine.prepared, lambda: self._checkpointing.checkpoints.base_step)
+            watch.add(self._engine.prepared, self._checkpointing.base_step)
             self._engine.events.subscribe("on_save", lambda place: watch.touch())
             if watch.reporter is not None:
                 watch.reporter.listen(self._engine)
@@ -73,7 +73,7 @@ class Watching:
             config.spike_action,
             config.spike_factor,
             config.spike_every,
-            lambda: self._checkpointing.checkpoints.base_step,
+            self._checkpointing.base_step,
         )
         guard.listen(self._engine.events)
         self._engine.prepared.guard = guard
@@ -84,11 +84,9 @@ class Watching:
     @cached_property
     def boundary(self) -> Boundary:
         """The moment between two steps, where checkpoints are taken and a preempted run stops."""
-        from orc.runtime.preemption.boundary import Boundary
+        from orc.runtime.boundary import Boundary
 
-        boundary = Boundary.of(
-            self.ctx, self._checkpointing.checkpoints, self._checkpointing.save_checkpoint, self.meter
-        )
+        boundary = Boundary.of(self._checkpointing, self.meter)
         self._engine.events.subscribe("on_batch", boundary)
         return boundary
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orc.runtime.collectives import verify
-from orc.runtime.collectives.carried import carried
 from orc.runtime.collectives.exchange import SMALL_BYTES, all_gather_flat
 from orc.runtime.collectives.packing import (
     Layout,
@@ -29,6 +30,7 @@ from orc.runtime.collectives.packing import (
 )
 from orc.runtime.collectives.structure import CannotPadNestedTensorWarning
 from orc.runtime.collectives.tree import flatten, outline, unflatten
+from orc.runtime.core.compute import TORCH, Leaves
 from orc.runtime.core.context import RunContext, current_context
 from orc.runtime.core.host_memory import new_empty
 
@@ -67,7 +69,7 @@ def gather(tensor: Any, *, ctx: RunContext | None = None) -> Any:
     sent = None if alone is None else pack(alone, leaves)
     rows = verify.exchange_checked("gather", tensor, (outline(spec), shapes_of(key)), ctx, sent)
     if (carrier := ctx.compute.collectives) is not None:
-        return unflatten(spec, carried(ctx, leaves, carrier.gather, _gather))
+        return unflatten(spec, _carried(ctx, leaves, carrier.gather, _gather))
     out: list[Any] = [None] * len(leaves)
     with torch.no_grad():
         for layout in layouts(key):
@@ -140,7 +142,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, ctx: Run
     if (carrier := ctx.compute.collectives) is not None:
         return unflatten(
             spec,
-            carried(
+            _carried(
                 ctx,
                 leaves,
                 lambda some: carrier.reduce(some, reduction, scale),
@@ -226,7 +228,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, ctx: RunContext | None = No
     sent = None if alone is None else pack(alone, leaves)
     rows = verify.exchange_checked("broadcast", tensor, (outline(spec), shapes_of(key)), ctx, sent)
     if (carrier := ctx.compute.collectives) is not None:
-        carried(
+        _carried(
             ctx,
             leaves,
             lambda some: carrier.broadcast(some, from_process),
@@ -336,3 +338,19 @@ def any_process(flag: bool, *, ctx: RunContext | None = None) -> bool:
     value = torch.tensor([flag], dtype=torch.int32, device=ctx.control_device)
     dist.all_reduce(value, dist.ReduceOp.MAX, ctx.require_group("any_process"))
     return bool(value.item())
+
+
+def _carried(
+    ctx: RunContext, leaves: Leaves, by_carrier: Callable[[Leaves], Leaves], operation: Callable[..., Any]
+) -> Any:
+    """*leaves* after a collective: those of the device *by_carrier*, the others by *operation* over the group."""
+    results: dict[int, Tensor] = {}
+    here = [index for index, leaf in enumerate(leaves) if leaf.device.type == ctx.device.type]
+    away = [index for index in range(len(leaves)) if index not in set(here)]
+    if here:
+        with torch.no_grad():
+            results.update(zip(here, by_carrier([leaves[index].detach() for index in here]), strict=True))
+    if away:
+        plain = dataclasses.replace(ctx, compute=TORCH)
+        results.update(zip(away, operation([leaves[index] for index in away], plain), strict=True))
+    return [results[index] for index in range(len(leaves))]

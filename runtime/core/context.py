@@ -398,13 +398,22 @@ def peek_context() -> RunContext | None:
 
 
 def current_context(**options: Any) -> RunContext:
-    """Return the current context; the first call makes it, of *options* (see `process_group.open_context`)."""
+    """Return the current context; the first call makes it, of *options* (see `process_group.open_context`).
+
+    Raises:
+        ContextError: *options* have ``cpu``, and the process computes on another device already.
+    """
     global _default
     context = peek_context()
     if context is None:
         from orc.runtime.launch.process_group import open_context
 
         context = _default = open_context(os.environ, **options)
+    if options.get("cpu") and context.device.type != "cpu":
+        raise ContextError(
+            f"cpu=True was asked for, but this process already computes on {context.device}; ask for it first, or set "
+            "ORC_USE_CPU=1"
+        )
     return context
 
 

@@ -18,13 +18,13 @@ from orc.runtime.core.handlers import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
 
 if TYPE_CHECKING:
     from orc.runtime.core.parallelism import ParallelismConfig
-    from orc.runtime.core.profile_options import ProfileKwargs
 
 # Spellings of older releases, and where their value goes now.
 _OLDER = {
@@ -75,8 +75,6 @@ class Options:
     @property
     def profile(self) -> ProfileKwargs:
         """Options of the profiler."""
-        from orc.runtime.core.profile_options import ProfileKwargs
-
         return _take(self.handlers, ProfileKwargs)
 
 
@@ -173,7 +171,6 @@ def _by_type(handlers: Iterable[KwargsHandler]) -> dict[type[KwargsHandler], Kwa
 
 def _known() -> tuple[type[KwargsHandler], ...]:
     from orc.runtime.core.fp8_recipes import RECIPES, FP8RecipeKwargs
-    from orc.runtime.core.profile_options import ProfileKwargs
 
     of_models = (AutocastKwargs, DistributedDataParallelKwargs)
     of_run = (GradScalerKwargs, InitProcessGroupKwargs, GradientAccumulationPlugin, TorchDynamoPlugin, ProfileKwargs)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
 _asked: WeakKeyDictionary[ProcessGroup, timedelta | None] = WeakKeyDictionary()  # by group of all ranks
@@ -55,6 +56,18 @@ def keep_timeout(groups: Iterable[ProcessGroup]) -> None:
             # Not where torch wraps the backend: TORCH_DISTRIBUTED_DEBUG=DETAIL.
             if timeout is not None and hasattr(backend, "_set_default_timeout"):
                 backend._set_default_timeout(timeout)
+
+
+def collectives_end_after_s(group: ProcessGroup | None, device: torch.device) -> float | None:
+    """Return how many seconds ranks wait for each other in the collectives of *group* before an error ends them.
+
+    `None` where that is not known, or there is no group.
+    """
+    if group is None or all(carried.type != device.type for carried in group._device_types):
+        return None  # a group of threads, or one of another library
+    options = getattr(group._get_backend(device), "options", None)  # gloo's and NCCL's
+    limit = getattr(options, "_timeout", None)
+    return limit.total_seconds() if isinstance(limit, timedelta) else None
 
 
 def _backends(group: ProcessGroup) -> Iterator[Any]:

@@ -15,7 +15,6 @@ from orc.runtime.data.iterable import Stream
 from orc.runtime.data.lane import Lane
 from orc.runtime.data.plan import PositionError
 from orc.runtime.data.position import Cursor, Cut, Pass, Position, cut_at, offset_of
-from orc.runtime.data.synchronize import align
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
@@ -202,7 +201,7 @@ class DataLoaderAdapter:
         self._announce(current.epoch)
         self._seed_stream(current.epoch)
         if not current.restored and not self.simulated:
-            align(self.rng_types, self.synchronized_generator, self.context)
+            _align(self.rng_types, self.synchronized_generator, self.context)
         return current
 
     def _close(self, current: Pass, exhausted: bool) -> None:
@@ -342,3 +341,12 @@ class DataLoaderAdapter:
             lane = self.lane = self.lane or Lane(device, waits=not non_blocking)
             return lambda batch: lane.start(batch if part is None else part(batch)), lane.receive
         return None, lambda batch: send_to_device(batch if part is None else part(batch), device, non_blocking)
+
+
+def _align(rng_types: Sequence[str], generator: torch.Generator | None, context: RunContext) -> None:
+    """Give every rank rank 0's state of the generators *rng_types* (``generator`` is *generator*, if there is one)."""
+    from orc.runtime.train.seeding import synchronize_rng_state
+
+    for kind in rng_types:
+        if kind != "generator" or generator is not None:
+            synchronize_rng_state(kind, generator, ctx=context)

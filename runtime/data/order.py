@@ -1,9 +1,10 @@
-"""In which order an epoch visits the samples, and what must be remembered to visit them in that order again."""
+"""In which order an epoch visits the samples, the same on all ranks, and what must be remembered to do so again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,9 @@ from torch.utils.data import RandomSampler
 from orc.runtime.data.plan import PositionError
 from orc.runtime.data.position import Key, Share
 from orc.runtime.data.samplers import SeedableRandomSampler
+
+if TYPE_CHECKING:
+    from orc.runtime.core.context import RunContext
 
 Indices = npt.NDArray[np.int64]
 
@@ -53,6 +57,30 @@ class Order(Protocol):
     def finish(self) -> None:
         """All of the order is taken: what it is drawn from goes to where the next begins."""
         ...
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def share_in(context: RunContext, *, simulated: bool = False) -> Share:
+    """A function that gives every rank of *context* rank 0's CPU tensor; what it gets where there are no peers."""
+    return _same if context.world_size == 1 or simulated else FromFirst(context)
+
+
+@dataclass(frozen=True)
+class FromFirst:
+    """A `Share` that gives every rank of *context* rank 0's CPU tensor."""
+
+    context: RunContext
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's *tensor*."""
+        import torch.distributed as dist
+
+        shared = tensor.clone()
+        dist.broadcast(shared, src=0, group=self.context.control_group("aligning random number generators"))
+        return shared
 
 
 class SequentialOrder:

@@ -15,11 +15,10 @@ from orc.runtime.data.dispatch import DataLoaderDispatcher, SliceFunction
 from orc.runtime.data.index_batches import CustomBatches, PassSampler, PlanBatches
 from orc.runtime.data.iterable import IterableDatasetShard, MarkedCollate, Stream
 from orc.runtime.data.loader import DataLoaderShard, is_stream, shares_itself
-from orc.runtime.data.order import Order, SeededOrder, SequentialOrder, ShuffledOrder
+from orc.runtime.data.order import Order, SeededOrder, SequentialOrder, ShuffledOrder, share_in
 from orc.runtime.data.plan import IndexPlan
 from orc.runtime.data.position import Share
 from orc.runtime.data.samplers import BatchSamplerShard, SeedableRandomSampler, fixed_batch_size
-from orc.runtime.data.synchronize import share_in
 from orc.runtime.data.workers import WorkerStart
 
 if TYPE_CHECKING:

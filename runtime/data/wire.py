@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
-from orc.runtime.collectives.signed import sign, verified
+from orc.runtime.collectives.objects import sign, verified
 from orc.runtime.data.shared_slots import FEWEST, SharedSlots
 
 CONTENT, LAST, END, ERROR, GROW, OFFER = range(6)

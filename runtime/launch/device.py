@@ -1,7 +1,13 @@
-"""Selection of the device of this process, and of the backend of its collectives."""
+"""The device of this process, and the backend of its collectives.
+
+``ORC_COLLECTIVES`` asks for a library of the platform in the place of NCCL; orc's SageMaker backend sets it for
+`distributed_type: DATA_PARALLEL`. That library is in SageMaker's own images alone, and registers itself with torch when
+it is imported.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import warnings
@@ -17,7 +23,10 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.environment import LaunchEnvironment
 
-
+COLLECTIVES = "ORC_COLLECTIVES"
+_SMDDP = "smdistributed.dataparallel.torch.torch_smddp"
+_RECORDED = "2000"  # collectives: torch's own default, from the version on that records unasked
+_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the newer; the older, which it warns of
 # What the machine of a TPU has, by the kinds of its driver.
 _TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 
@@ -148,3 +157,33 @@ def binds(device: torch.device, opened: str, torch_version: str = "") -> bool:
     from orc.runtime.core.versions import compare_versions
 
     return ":" not in opened or compare_versions(torch_version or str(torch.__version__), ">=", "2.10")
+
+
+def platform_backend(backend: str, env: Mapping[str, str]) -> str:
+    """Return the backend for ``init_process_group`` from *backend*; the platform's library serves GPUs only.
+
+    Raises `LaunchError` for a library that is unknown or not there.
+    """
+    wanted = env.get(COLLECTIVES, "")
+    if not wanted:
+        return process_group_backend(backend)
+    if wanted != "smddp":
+        raise LaunchError(f"{COLLECTIVES}={wanted}: the only platform library that is known is smddp")
+    if backend != "nccl":
+        return process_group_backend(backend)
+    try:
+        importlib.import_module(_SMDDP)
+    except ImportError as error:
+        raise LaunchError(
+            f"{COLLECTIVES}=smddp: SageMaker's data-parallel library is not in this image ({error}); use a stock image "
+            "of SageMaker, or leave out distributed_type: DATA_PARALLEL"
+        ) from error
+    return process_group_backend("nccl").replace("nccl", "smddp")
+
+
+def record_collectives() -> None:
+    """Have torch record the collectives of NCCL, unless the environment says how many; before the group is opened."""
+    if not any(name in os.environ for name in _NAMES):
+        import torch._C._distributed_c10d as c10d
+
+        os.environ[_NAMES[not hasattr(c10d, "_dump_fr_trace_json")]] = _RECORDED

@@ -28,7 +28,9 @@ from orc.runtime.launch.device import (
     claim_gpu,
     collective_backend,
     may_be_xla,
+    platform_backend,
     process_group_backend,
+    record_collectives,
     select_device,
 )
 from orc.runtime.launch.environment import detect
@@ -98,8 +100,6 @@ def open_context(
         return _context(launch, device, backend, dist.get_rank(), dist.get_world_size())
     if launch.world_size == 1:
         return _context(launch, device, None, 0, 1)
-    from orc.runtime.launch.platform_collectives import platform_backend
-
     _meet(launch, device, backend, platform_backend(backend, env), timeout, init_method)
     return _context(launch, device, backend, launch.rank, launch.world_size)
 
@@ -156,8 +156,6 @@ def _meet(
         options["init_method"] = init_method
     try:
         if device.type == "cuda" and "nccl" in opened:
-            from orc.runtime.launch.nccl import record_collectives
-
             record_collectives()
             options["store"] = store = options.get("store") or _store_at(options.pop("init_method"), launch, timeout)
             claim_gpu(store, launch, device)

@@ -291,7 +291,7 @@ class Xla(Compute):
             return tensor.detach().to("cpu")
 
         self.mark()
-        return recursively_apply(copy, data, test_type=lambda one: isinstance(one, torch.Tensor))
+        return recursively_apply(copy, data, test_type=lambda leaf: isinstance(leaf, torch.Tensor))
 
     def rng_state(self) -> int:
         """The state of the device's random number generator."""

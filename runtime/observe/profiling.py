@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from orc.runtime.core.context import RunContext
+    from orc.runtime.core.handlers import ProfileKwargs
     from orc.runtime.core.options import Options
-    from orc.runtime.core.profile_options import ProfileKwargs
 
 TRACE_FILE = "profile_{suffix}.json"
 

@@ -9,24 +9,26 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from orc.runtime.core.store import ANSWER_S as STORE_S
 from orc.runtime.core.store import StoreError, StoreTimeout, next_name, pace
-from orc.runtime.launch.nccl import collectives_end_after_s
+from orc.runtime.core.timeouts import collectives_end_after_s
 from orc.runtime.observe.flight_recorder import flight_record, last_collectives
 from orc.runtime.observe.watchdog import (
     EXIT_STATUS,
+    LATE_FLOOR_S,
     Beat,
-    StallRules,
     holding_up,
     late_ranks,
     report,
@@ -35,15 +37,46 @@ from orc.runtime.observe.watchdog import (
 from orc.runtime.observe.whereabouts import main_call_site
 
 if TYPE_CHECKING:
+    from orc.runtime.core.config import RuntimeConfig
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.prepared import Prepared
     from orc.runtime.core.store import Store
     from orc.runtime.observe.reporter import Reporter
 
 POLL_S = 1.0
+REPORT_AFTER_S = 1800.0  # inside of a job where nothing is configured: report, do not end
 ANSWER_S = 5.0  # how long a report waits for the other ranks
 REPORT_S = 30.0  # how long it may take besides: a slow disk
 HEAD_START_S = 1.0  # ranks that were held up end after the one that held them up, so that it is the first failure
+
+
+@dataclass(frozen=True)
+class StallRules:
+    """Rules for reporting stalls and late ranks, and whether a stall ends the process. ``None`` switches a rule off."""
+
+    timeout_s: float | None = None
+    factor: float | None = None
+    ends: bool = True
+    late_floor_s: float = LATE_FLOOR_S
+
+    @classmethod
+    def of(cls, config: RuntimeConfig, in_job: bool, collectives_end_after_s: float | None = None) -> StallRules:
+        """Return the rules of the configuration. Inside of a job a stall of half an hour is reported by default, or one
+        that ends soon because the collectives in which ranks wait for each other have a time-out.
+        """
+        timeout, action = config.stall_timeout_s, config.stall_action
+        asked = timeout is not None
+        if not asked and in_job:
+            limit = math.inf if collectives_end_after_s is None else collectives_end_after_s
+            timeout = min(REPORT_AFTER_S, 0.9 * limit)
+        if timeout == 0:
+            timeout = None
+        return cls(timeout, config.stall_factor, action == "exit" if action is not None else asked)
+
+    @property
+    def on(self) -> bool:
+        """Return whether any rule is switched on."""
+        return self.timeout_s is not None or self.factor is not None
 
 
 class Watch:

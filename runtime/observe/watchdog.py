@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import math
 import os
 import statistics
 import sys
@@ -30,41 +29,10 @@ from orc.runtime.observe.flight_recorder import behind as behind_in_collectives
 from orc.runtime.observe.whereabouts import WAITING, CallSite, all_stacks
 
 if TYPE_CHECKING:
-    from orc.runtime.core.config import RuntimeConfig
     from orc.runtime.core.context import RunContext
 
 EXIT_STATUS = 79  # stalled; an agent adds the report to its exit record
-REPORT_AFTER_S = 1800.0  # inside of a job where nothing is configured: report, do not end
 LATE_FLOOR_S = 3.0  # less is noise: garbage collection, a slow disk, the watch's own pace
-
-
-@dataclass(frozen=True)
-class StallRules:
-    """Rules for reporting stalls and late ranks, and whether a stall ends the process. ``None`` switches a rule off."""
-
-    timeout_s: float | None = None
-    factor: float | None = None
-    ends: bool = True
-    late_floor_s: float = LATE_FLOOR_S
-
-    @classmethod
-    def of(cls, config: RuntimeConfig, in_job: bool, collectives_end_after_s: float | None = None) -> StallRules:
-        """Return the rules of the configuration. Inside of a job a stall of half an hour is reported by default, or one
-        that ends soon because the collectives in which ranks wait for each other have a time-out.
-        """
-        timeout, action = config.stall_timeout_s, config.stall_action
-        asked = timeout is not None
-        if not asked and in_job:
-            limit = math.inf if collectives_end_after_s is None else collectives_end_after_s
-            timeout = min(REPORT_AFTER_S, 0.9 * limit)
-        if timeout == 0:
-            timeout = None
-        return cls(timeout, config.stall_factor, action == "exit" if action is not None else asked)
-
-    @property
-    def on(self) -> bool:
-        """Return whether any rule is switched on."""
-        return self.timeout_s is not None or self.factor is not None
 
 
 @dataclass(frozen=True)

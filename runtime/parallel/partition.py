@@ -68,7 +68,7 @@ def whole_model(partition: Partition, state: Mapping[str, Any], *, keep: bool) -
     values = whole(partition.ctx, {(name,): value for name, value in state.items()}, keep=keep)
     complete = {}
     for name in partition.names:
-        path = next((one for one in ((name,), (partition.aliases.get(name),)) if one in values), None)
+        path = next((path for path in ((name,), (partition.aliases.get(name),)) if path in values), None)
         if path is not None:
             complete[name] = values[path]  # one tensor where it is one
     for alias, first in partition.aliases.items():

@@ -197,7 +197,7 @@ def _let_go(optimizer: Optimizer) -> None:
         group["params"] = [
             parameter for parameter, stage in zip(group["params"], own, strict=True) if stage and stage.kept
         ]
-    for parameter in [one for one in optimizer.state if not (stage := fate_of(one).stage) or not stage.kept]:
+    for parameter in [old for old in optimizer.state if not (stage := fate_of(old).stage) or not stage.kept]:
         del optimizer.state[parameter]
 
 

@@ -118,8 +118,10 @@ class Replicas(Parallelizer):
 
     def wanted(self, model: nn.Module, ctx: RunContext, request: Request) -> bool:
         """With several copies of a model that is cut and trained."""
+        topology = ctx.topology
         return (
-            ctx.topology.loss_size > 1
+            topology.loss_size > 1
+            and topology.size("tp") > 1
             and not request.evaluation
             and any(parameter.requires_grad for parameter in model.parameters())
         )

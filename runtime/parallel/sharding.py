@@ -196,7 +196,7 @@ def place(
     if group is None:
         return
     source = dist.get_global_rank(group, 0)
-    held = [local_part(one) for one in kept]
+    held = [local_part(tensor) for tensor in kept]
     works: list[Any] = [dist.broadcast(tensor, source, group, async_op=True) for tensor in held]
     for work in works:
         work.wait()

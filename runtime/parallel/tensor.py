@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from orc.runtime.core.context import RunContext
-    from orc.runtime.core.parallelism_handlers import TorchTensorParallelConfig
+    from orc.runtime.core.parallelism import TorchTensorParallelConfig
     from orc.runtime.parallel.sharding import Trained
 
 
@@ -84,10 +84,10 @@ class TensorParallel(Parallelizer):
             left = {
                 id(parameter) for parameter in model.parameters()
             }  # what is tied is left until it is cut in all places
-            sharding.let_go(one for one in own if id(one) not in left)
+            sharding.let_go(parameter for parameter in own if id(parameter) not in left)
         for first, *others in tied:
             _tie(model, first, others)
-        whole = [one for one in (*model.parameters(), *model.buffers()) if not _is_cut(one)]
+        whole = [tensor for tensor in (*model.parameters(), *model.buffers()) if not _is_cut(tensor)]
         whole = missing.allocate(whole, ctx.device)
         sharding.place(whole, ctx.device, ctx, synchronise=True, dims=("tp",))
         trained.convert(whole)
@@ -161,7 +161,7 @@ def _tied(model: nn.Module, styles: dict[str, ParallelStyle]) -> list[list[str]]
         owners = [name.rpartition(".")[0] for name in group]
         if len(group) == 1 or not any(owner in styles for owner in owners):
             continue
-        wanted = {cut_dimension(model.get_submodule(one), styles[one]) for one in owners if one in styles}
+        wanted = {cut_dimension(model.get_submodule(name), styles[name]) for name in owners if name in styles}
         for owner in owners:
             if owner not in styles and wanted == {0} and isinstance(model.get_submodule(owner), nn.Embedding):
                 styles[owner] = RowwiseParallel(input_layouts=Replicate())

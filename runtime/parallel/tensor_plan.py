@@ -14,7 +14,7 @@ from orc.runtime.core.parsing import nearest
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from orc.runtime.core.parallelism_handlers import TorchTensorParallelConfig
+    from orc.runtime.core.parallelism import TorchTensorParallelConfig
 
 # Names of styles: those of Transformers' plans, and what the same is called elsewhere.
 STYLES = (

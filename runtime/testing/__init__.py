@@ -19,14 +19,14 @@ from orc.runtime.core.errors import RankFailure, add_note
 if TYPE_CHECKING:
     import torch
 
-    from orc.runtime.collectives.in_memory import InMemoryWorld
+    from orc.runtime.testing.in_memory import InMemoryWorld
 
 __all__ = ["InMemoryWorld", "RankFailure", "fake_context", "isolated", "reset", "run_ranks", "run_threads"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "InMemoryWorld":
-        from orc.runtime.collectives.in_memory import InMemoryWorld
+        from orc.runtime.testing.in_memory import InMemoryWorld
 
         return InMemoryWorld
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -106,8 +106,8 @@ def fake_context(
     """
     import torch
 
-    from orc.runtime.collectives.in_memory import mirror_group
     from orc.runtime.core.environment import LaunchEnvironment
+    from orc.runtime.testing.in_memory import mirror_group
 
     if nodes < 1 or world_size % nodes:
         raise ValueError(f"{world_size} ranks cannot be spread evenly over {nodes} nodes")
@@ -152,7 +152,7 @@ def run_threads(
     Raises:
         Exception: what the first rank that failed raised, with a note that names the rank.
     """
-    from orc.runtime.collectives.in_memory import InMemoryWorld, PeerFailed
+    from orc.runtime.testing.in_memory import InMemoryWorld, PeerFailed
 
     world = InMemoryWorld(world_size, timeout_s)
     results: list[Any] = [None] * world_size

@@ -131,7 +131,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
-        elif not any(one in str(name).lower() for one in _PLACES):
+        elif not any(place in str(name).lower() for place in _PLACES):
             yield f"{prefix}{name}", value
 
 

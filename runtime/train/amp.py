@@ -10,7 +10,7 @@ import torch
 from orc.runtime.core.context import current_context
 from orc.runtime.core.enums import DistributedType
 from orc.runtime.core.handlers import AutocastKwargs
-from orc.runtime.parallel import precision
+from orc.runtime.parallel.precision import precision_for
 
 
 def get_mixed_precision_context_manager(
@@ -25,7 +25,7 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return nullcontext()
     ctx = current_context()
-    return precision.autocast_for(ctx.config.mixed_precision, ctx.device, autocast_kwargs)
+    return precision_for(ctx.config.mixed_precision).autocast(ctx.device, autocast_kwargs)
 
 
 def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwargs: Any) -> torch.amp.GradScaler:

@@ -76,7 +76,7 @@ def synchronize_rng_state(
         if device is None or not device.is_available():
             raise ValueError(f"there is no {kind} device here whose random number generator could be synchronised")
         source = (device.get_rng_state, device.set_rng_state)
-    from orc.runtime.collectives import broadcast
+    from orc.runtime.collectives.collectives import broadcast
 
     get_state, set_state = source
     state = get_state().to(ctx.control_device)
@@ -86,7 +86,7 @@ def synchronize_rng_state(
 def _synchronize_xla(ctx: RunContext) -> None:
     if not is_torch_xla_available():
         raise ValueError("there is no xla device here whose random number generator could be synchronised")
-    from orc.runtime.collectives import broadcast
+    from orc.runtime.collectives.collectives import broadcast
 
     model = xla_model()
     seed = torch.tensor(model.get_rng_state(), device=ctx.control_device)

@@ -25,18 +25,18 @@ def refuse_stale(optimizer: Any, models: Sequence[nn.Module], optimizers: Iterab
     """
     known = {id(parameter) for model in models for parameter in model.parameters()}
     own = _parameters(optimizer)
-    gone = [one for one in own if id(one) not in known and one.grad is None]
+    gone = [parameter for parameter in own if id(parameter) not in known and parameter.grad is None]
     if not gone:
         return
     kind = type(optimizer).__name__
     if len(gone) == len(own):
         raise ValueError(f"{kind} trains parameters that are gone: no prepared model has them. {_REMEDY}")
     trained = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
-    mine, left = {id(one) for one in own}, []
+    mine, left = {id(parameter) for parameter in own}, []
     for model in models:
         named = list(model.named_parameters())
         if any(id(parameter) in mine for _, parameter in named):  # others are somebody else's
-            left += [name for name, one in named if one.requires_grad and id(one) not in trained]
+            left += [name for name, parameter in named if parameter.requires_grad and id(parameter) not in trained]
     if left:
         shown = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
         raise ValueError(

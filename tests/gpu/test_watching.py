@@ -18,7 +18,7 @@ from orc.runtime.observe import watch
 WAITS = """
     import json, threading, time, torch
     import torch.distributed as dist
-    from orc.runtime.launch.nccl import record_collectives
+    from orc.runtime.launch.device import record_collectives
     from orc.runtime.observe.flight_recorder import flight_record, last_collectives
     from orc.runtime.observe.whereabouts import main_call_site
 

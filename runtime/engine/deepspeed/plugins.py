@@ -58,16 +58,16 @@ class DeepSpeedPlugins:
 _UNNAMED = "default"
 
 
-def plugins_of(one: Any, several: Any, env: Mapping[str, str] | None = None) -> DeepSpeedPlugins | None:
+def plugins_of(single: Any, several: Any, env: Mapping[str, str] | None = None) -> DeepSpeedPlugins | None:
     """Return the plug-ins of the arguments ``deepspeed_plugin`` and ``deepspeed_plugins``, or of the environment.
 
     Raises:
         ValueError: both are given and differ, or there is no plug-in in the dictionary.
         TypeError: something else than plug-ins.
     """
-    if one is not None and several is not None and one is not several:
+    if single is not None and several is not None and single is not several:
         raise ValueError("deepspeed_plugin and deepspeed_plugins are the same argument: give one of them")
-    given = several if one is None else one
+    given = several if single is None else single
     if given is None:
         text = (os.environ if env is None else env).get(USE, "")
         try:

@@ -82,7 +82,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         self.deepspeed_engine = engine
         self.wrapped = DeepSpeedEngineWrapper(engine)
         self.original = original
-        # Schedules ask optimizers with a scaler whether they skipped.
+        # Where it scales, it skips updates that overflow: the spike guard leaves them to it.
         self.scaler = getattr(optimizer, "loss_scaler", None) if engine.fp16_enabled() else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -165,7 +165,7 @@ class MegatronLMPlugin:
 
     def refuse_unserved(self) -> None:
         """Raise `ValueError` for a documented setting that nothing here follows; also at `prepare`."""
-        defaults = {one.name: one.default for one in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, reason in _UNSERVED.items():
             if getattr(self, name) != defaults[name]:
                 raise ValueError(f"MegatronLMPlugin({name}=...) is not supported: {reason}")

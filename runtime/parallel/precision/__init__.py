@@ -8,17 +8,80 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from orc.runtime.core.compute import TORCH
-from orc.runtime.core.config import PRECISIONS
 from orc.runtime.core.context import peek_context
-from orc.runtime.parallel.precision.base import Precision
 
 if TYPE_CHECKING:
-    import torch
-
+    from orc.runtime.core.context import RunContext
     from orc.runtime.core.handlers import AutocastKwargs, GradScalerKwargs, KwargsHandler
+    from orc.runtime.parallel.base import Request
+
+
+class Precision:
+    """Precision of forward and backward. This one computes in what the model has; subclasses override.
+
+    Args:
+        recipe: options of this precision, where it has any.
+
+    Attributes:
+        name: as scripts and configurations say it.
+        dtype: the type that autocast computes in; `None` without autocast.
+    """
+
+    name: str = "no"
+    dtype: torch.dtype | None = None
+
+    def __init__(self, recipe: KwargsHandler | None = None) -> None:
+        self.recipe = recipe
+
+    def check(self, ctx: RunContext) -> None:
+        """Raise `LaunchError` when the run *ctx* cannot train in this precision; before anything is allocated."""
+
+    def together(self, objects: Sequence[Any], ctx: RunContext) -> Sequence[Any]:
+        """Return the *objects* of one ``prepare``, with those that depend on each other replaced together."""
+        return objects
+
+    def convert(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+        """Return *model* with the layers that compute in this precision; before any parallelizer applies.
+
+        A model that is for evaluation only (``request.evaluation``) keeps its layers.
+        """
+        return model
+
+    def wrap(self, model: nn.Module, device: torch.device, options: AutocastKwargs, *, compiled: bool = False) -> None:
+        """Let the forward of *model* compute in this precision; a second time changes nothing."""
+        if self.dtype is None:
+            return
+        from orc.runtime.parallel.precision.forward import AutocastForward, TraceableAutocastForward
+
+        if not isinstance(model.forward, AutocastForward):
+            kind = TraceableAutocastForward if compiled else AutocastForward
+            model.forward = kind(model.forward, self, device, options)
+
+    def autocast(
+        self, device: torch.device, options: AutocastKwargs | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A fresh autocast context, or one that does nothing without mixed precision and nothing to disable."""
+        enabled, cached = (True, None) if options is None else (options.enabled, options.cache_enabled)
+        if self.dtype is None and enabled:
+            return contextlib.nullcontext()
+        kwargs = {} if cached is None else {"cache_enabled": cached}
+        return torch.autocast(device.type, dtype=self.dtype, enabled=enabled, **kwargs)
+
+    def scaler(
+        self, device: torch.device, options: GradScalerKwargs | None = None, *, flattened: bool = False
+    ) -> torch.amp.GradScaler | None:
+        """The loss scaler, or `None` where losses need no scaling.
+
+        With *flattened* parameters, as in FSDP version 1, an overflow in one rank's part makes all skip the step.
+        """
+        return None
 
 
 def precision_for(name: str, recipe: KwargsHandler | None = None) -> Precision:
@@ -41,27 +104,3 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """
     context = peek_context()
     return (TORCH if context is None else context.compute).supports_bf16(ignore_tpu)
-
-
-def loss_scaler(
-    mixed_precision: str, device: torch.device, options: GradScalerKwargs | None = None, *, flattened: bool = False
-) -> torch.amp.GradScaler | None:
-    """The loss scaler of the precision *mixed_precision*, see `Precision.scaler`; `None` where it needs none."""
-    return precision_for(mixed_precision).scaler(device, options, flattened=flattened)
-
-
-def autocast_for(
-    mixed_precision: str, device: torch.device, options: AutocastKwargs | None = None
-) -> contextlib.AbstractContextManager[Any]:
-    """A fresh autocast context of the precision *mixed_precision*, see `Precision.autocast`."""
-    return precision_for(mixed_precision).autocast(device, options)
-
-
-__all__ = [
-    "PRECISIONS",
-    "Precision",
-    "autocast_for",
-    "is_bf16_available",
-    "loss_scaler",
-    "precision_for",
-]

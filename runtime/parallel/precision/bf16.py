@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from orc.runtime.core.errors import LaunchError
-from orc.runtime.parallel.precision.base import Precision
+from orc.runtime.parallel.precision import Precision
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext

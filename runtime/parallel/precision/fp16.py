@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from orc.runtime.core.handlers import GradScalerKwargs
-from orc.runtime.parallel.precision.base import Precision
+from orc.runtime.parallel.precision import Precision
 from orc.runtime.parallel.shards import local_part
 
 
@@ -26,21 +26,21 @@ class LossScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        cut = [one for one in every if hasattr(one, "device_mesh")]
+        cut = [parameter for parameter in every if hasattr(parameter, "device_mesh")]
         if not cut:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        rest = [one for one in every if not hasattr(one, "device_mesh")]
+        rest = [parameter for parameter in every if not hasattr(parameter, "device_mesh")]
         whole: Any = SimpleNamespace(param_groups=[{"params": rest}])
         overflows = [found_inf, *super()._unscale_grads_(whole, inv_scale, found_inf, allow_fp16).values()]
         held: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for gradient in (local_part(one.grad) for one in cut if one.grad is not None):
+        for gradient in (local_part(parameter.grad) for parameter in cut if parameter.grad is not None):
             if gradient.dtype == torch.float16 and not allow_fp16:
                 raise ValueError("Attempting to unscale FP16 gradients.")
             held.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         for (device, _), gradients in held.items():
             overflows.append(torch.zeros((), dtype=torch.float32, device=device))
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflows[-1], inv_scale.to(device))
-        worst = torch.stack([one.to(found_inf.device) for one in overflows]).amax()
+        worst = torch.stack([overflow.to(found_inf.device) for overflow in overflows]).amax()
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         return {worst.device: worst}
 

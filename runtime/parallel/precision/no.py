@@ -1,5 +1,5 @@
 """Full precision: models compute in what they have."""
 
-from orc.runtime.parallel.precision.base import Precision
+from orc.runtime.parallel.precision import Precision
 
 PRECISION = Precision

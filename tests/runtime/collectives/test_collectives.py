@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from orc.runtime import DistributedOperationException, PartialState
-from orc.runtime.collectives import (
+from orc.runtime import (
+    DistributedOperationException,
+    PartialState,
     broadcast,
     broadcast_object_list,
     gather,

@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 
-from orc.runtime.collectives.signed import TAG, sign, tag_of, verified
+from orc.runtime.collectives.objects import TAG, sign, tag_of, verified
 from orc.runtime.core.errors import ContextError
 
 KEYS = [{"ORC_TOKEN": "aa" * 32}, {"ORC_TOKEN": "bb" * 32}]
@@ -42,8 +42,7 @@ def test_objects_of_somebody_else_are_not_read(run_ranks, tmp_path, call):
     def exchange(path):
         from torch.utils.data import DataLoader
 
-        from orc.runtime import Accelerator, DataLoaderConfiguration
-        from orc.runtime.collectives import broadcast_object_list, gather_object
+        from orc.runtime import Accelerator, DataLoaderConfiguration, broadcast_object_list, gather_object
 
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=call == "dispatch"))
         trap = Trap(path)

@@ -75,7 +75,7 @@ def test_whatever_fails_on_rank_0_raises_on_every_rank(place):
     options = {"slice_fn_for_dispatch": broken} if place == "slice" else {}
 
     def body():
-        from orc.runtime.data import prepare_data_loader
+        from orc.runtime import prepare_data_loader
 
         accelerator = Accelerator()
         loader = prepare_data_loader(DataLoader(Sentences(8), batch_size=2, collate_fn=collate), **options)

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from orc.runtime.core.accumulation import GradientRecord
-from orc.runtime.core.context import RunContext
-from orc.runtime.data import (
+from orc.runtime import (
     BatchSamplerShard,
     DataLoaderAdapter,
     DataLoaderDispatcher,
@@ -20,6 +18,8 @@ from orc.runtime.data import (
     prepare_data_loader,
     skip_first_batches,
 )
+from orc.runtime.core.accumulation import GradientRecord
+from orc.runtime.core.context import RunContext
 from orc.runtime.launch.environment import detect
 
 

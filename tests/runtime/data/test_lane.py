@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from orc.runtime import prepare_data_loader
 from orc.runtime.core.accumulation import GradientRecord
 from orc.runtime.core.context import RunContext
-from orc.runtime.data import adapter, prepare_data_loader
+from orc.runtime.data import adapter
 from orc.runtime.data.lane import Lane, one_ahead
 from orc.runtime.launch.environment import detect
 

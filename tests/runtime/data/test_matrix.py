@@ -16,8 +16,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from orc.runtime import prepare_data_loader
 from orc.runtime.core.context import current_context
-from orc.runtime.data import prepare_data_loader
 
 pytestmark = pytest.mark.distributed
 

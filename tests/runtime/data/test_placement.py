@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from orc.runtime import Accelerator
-from orc.runtime.collectives import send_to_device
+from orc.runtime import Accelerator, prepare_data_loader, send_to_device
 from orc.runtime.core.accumulation import GradientRecord
 from orc.runtime.core.context import RunContext, current_context
-from orc.runtime.data import prepare_data_loader
 from orc.runtime.launch.environment import detect
 
 META = torch.device("meta")

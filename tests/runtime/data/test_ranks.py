@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from orc.runtime.collectives import pad_across_processes
+from orc.runtime import pad_across_processes, prepare_data_loader
 from orc.runtime.core.context import current_context
-from orc.runtime.data import prepare_data_loader
 
 pytestmark = pytest.mark.distributed
 

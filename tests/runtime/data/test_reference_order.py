@@ -13,9 +13,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from orc.runtime import set_seed
+from orc.runtime import prepare_data_loader, set_seed
 from orc.runtime.core.context import current_context
-from orc.runtime.data import prepare_data_loader
 from orc.runtime.data.samplers import SeedableRandomSampler
 
 pytestmark = pytest.mark.distributed

@@ -10,10 +10,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
-from orc.runtime import Accelerator, DataLoaderConfiguration
+from orc.runtime import (
+    Accelerator,
+    DataLoaderConfiguration,
+    IterableDatasetShard,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from orc.runtime.core.accumulation import GradientRecord
 from orc.runtime.core.context import RunContext, current_context
-from orc.runtime.data import IterableDatasetShard, prepare_data_loader, skip_first_batches
 from orc.runtime.launch.environment import detect
 
 

@@ -29,8 +29,7 @@ DOCUMENTED = {
     "core/fp8_recipes.py",  # MSAMPRecipeKwargs
     "core/fp8_settings.py",
     "core/megatron_keys.py",
-    "core/parallelism.py",
-    "core/parallelism_handlers.py",  # DeepSpeedSequenceParallelConfig
+    "core/parallelism.py",  # DeepSpeedSequenceParallelConfig
     "core/parallelism_settings.py",  # sp_backend
     "engine/deepspeed/plugin.py",  # enable_msamp
     "parallel/sequence.py",  # sp_backend

@@ -269,7 +269,7 @@ def test_ranks_with_a_gpu_each_go_on_to_their_group_over_the_store_in_which_they
 def test_the_time_out_of_collectives_is_torchs_own_unless_it_is_set(setting, expected, run_ranks):
     def limit():
         from orc.runtime.core.context import current_context
-        from orc.runtime.launch.nccl import collectives_end_after_s
+        from orc.runtime.core.timeouts import collectives_end_after_s
 
         if setting is not None:
             os.environ["ORC_TIMEOUT_S"] = setting
@@ -343,7 +343,7 @@ def test_groups_beside_one_of_the_script_keep_torchs_defaults():
     ],
 )
 def test_collectives_of_nccl_are_recorded_unless_the_environment_says_how_many(given, recorded, monkeypatch):
-    from orc.runtime.launch.nccl import record_collectives
+    from orc.runtime.launch.device import record_collectives
 
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     for name in names:

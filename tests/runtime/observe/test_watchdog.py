@@ -15,7 +15,8 @@ import torch
 
 from orc.runtime.core.config import resolve
 from orc.runtime.observe.flight_recorder import LastCollective, behind, flight_record, last_collectives
-from orc.runtime.observe.watchdog import Beat, StallRules, holding_up, late_ranks, summarize, table
+from orc.runtime.observe.watch import StallRules
+from orc.runtime.observe.watchdog import Beat, holding_up, late_ranks, summarize, table
 from orc.runtime.observe.whereabouts import CallSite, call_site_of, main_call_site
 
 BACKWARD = CallSite("train.py:9 in main", "loss.backward()", "Tensor.backward", "backward")

@@ -1,5 +1,7 @@
 """Models whose parameters change when they are prepared: sharded by the script, or by a parallelizer."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -191,6 +193,33 @@ def test_parallelizers_that_need_or_exclude_each_other_are_refused_by_name(among
             accelerator.prepare(nn.Linear(1, 1))
     among(Replacing(), Default())
     assert accelerator.prepare(nn.Linear(1, 1)).weight.item() == 1.0, "a default gives way"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "names"),
+    [
+        ({"dp_replicate": 4}, {}, ["ddp"]),
+        ({"dp_replicate": 2, "tp": 2}, {}, ["tensor", "replicas", "ddp"]),
+        ({"dp_shard": 2, "cp": 2}, {"fsdp": SimpleNamespace(fsdp_version=2), "tp": None}, ["context", "fsdp2", "ddp"]),
+        ({"dp_replicate": 4}, {"pp": object()}, ["pp", "ddp"]),
+    ],
+)
+def test_a_run_calls_for_the_parallelizers_of_its_layout_and_its_options(sizes, options, names):
+    from orc.runtime import RunContext
+    from orc.runtime.parallel import parallelizers
+
+    ctx = RunContext.fake(0, 4)
+    ctx.set_topology(sizes, by="a test")
+    assert [parallelizer.name for parallelizer in parallelizers(ctx, options)] == names
+
+
+def test_options_of_a_dimension_with_one_rank_have_no_effect():
+    from orc.runtime import RunContext, TorchContextParallelConfig, TorchTensorParallelConfig
+    from orc.runtime.parallel import Request, chosen
+
+    options = {"tp": TorchTensorParallelConfig(), "cp": TorchContextParallelConfig()}
+    ctx = RunContext.fake(0, 4)
+    assert [parallelizer.name for parallelizer in chosen(nn.Linear(1, 1), ctx, Request(options=options))] == ["ddp"]
 
 
 def cut_by_the_script(told):

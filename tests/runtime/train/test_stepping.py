@@ -416,16 +416,16 @@ def test_an_unknown_precision_is_refused():
 
 
 def test_the_building_blocks_of_mixed_precision():
-    from orc.runtime.parallel.precision import autocast_for, is_bf16_available, loss_scaler
+    from orc.runtime.parallel.precision import is_bf16_available, precision_for
     from orc.runtime.parallel.precision.forward import convert_outputs_to_fp32
 
     cpu = torch.device("cpu")
     assert is_bf16_available()
-    assert loss_scaler("bf16", cpu) is None
-    assert loss_scaler("fp16", cpu, GradScalerKwargs(init_scale=8.0)).get_scale() == 8.0
-    with autocast_for("bf16", cpu):
+    assert precision_for("bf16").scaler(cpu) is None
+    assert precision_for("fp16").scaler(cpu, GradScalerKwargs(init_scale=8.0)).get_scale() == 8.0
+    with precision_for("bf16").autocast(cpu):
         assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == torch.bfloat16
-    with autocast_for("no", cpu):
+    with precision_for("no").autocast(cpu):
         assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == torch.float32
 
     @convert_outputs_to_fp32

@@ -10,8 +10,7 @@ def exchange():
     import torch
     import torch_xla
 
-    from orc.runtime import Accelerator
-    from orc.runtime.collectives import broadcast
+    from orc.runtime import Accelerator, broadcast
 
     accelerator = Accelerator()
     rank = accelerator.process_index

@@ -16,7 +16,7 @@ from torch import nn
 
 from orc.runtime.core.errors import LaunchError
 from orc.runtime.core.fp8_recipes import FP8Recipe, resolve_recipe
-from orc.runtime.parallel.precision.base import Precision
+from orc.runtime.parallel.precision import Precision
 from orc.runtime.parallel.precision.fp8.base import FP8Backend
 from orc.runtime.parallel.replacements import following
 

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.core.config import ConfigError
 from orc.runtime.observe.progress import ProgressFile
 from orc.runtime.preemption.preemption import Preempted, Preemption
 
 if TYPE_CHECKING:
-    from orc.runtime.checkpoint.run import RunCheckpoints
-    from orc.runtime.checkpoint.storage.remote import Location
-    from orc.runtime.core.context import RunContext
+    from orc.runtime.checkpointing import Checkpointing
     from orc.runtime.observe.meter import Meter
 
 
@@ -27,8 +23,7 @@ class Boundary:
     """Actions between steps of one Accelerator: progress, metrics, preemption and automatic checkpoints.
 
     Args:
-        checkpoints: of the run.
-        save: saves the next automatically named checkpoint.
+        checkpointing: saves the run.
         preemption: of the process.
         progress: where to tell, if anywhere.
         every: optimizer steps between automatic checkpoints; `None` for none.
@@ -37,30 +32,28 @@ class Boundary:
 
     def __init__(
         self,
-        checkpoints: RunCheckpoints,
-        save: Callable[[], Location],
+        checkpointing: Checkpointing,
         preemption: Preemption,
         progress: ProgressFile | None = None,
         every: int | None = None,
         meter: Meter | None = None,
     ) -> None:
-        self._checkpoints = checkpoints
-        self._save = save
+        self._checkpointing = checkpointing
+        self._prepared = checkpointing.prepared
         self._preemption = preemption
         self._progress = progress
         self._every = every
         self._meter = meter
         # Several ranks would learn of an error at different steps; they raise it at the next call, all together.
-        self._alone = checkpoints.context.world_size == 1
-        self._seen = self.steps()
+        self._alone = checkpointing.ctx.world_size == 1
+        self._seen = self._prepared.steps()
 
     @classmethod
-    def of(
-        cls, context: RunContext, checkpoints: RunCheckpoints, save: Callable[[], Location], meter: Meter | None = None
-    ) -> Boundary:
+    def of(cls, checkpointing: Checkpointing, meter: Meter | None = None) -> Boundary:
         """From the configuration. Raises `ConfigError` when checkpoints are wanted but there is no place for them."""
+        context = checkpointing.ctx
         every = context.config.checkpoint_every
-        if every is not None and checkpoints.root is None:
+        if every is not None and checkpointing.checkpoints.root is None:
             raise ConfigError(
                 f"checkpoint_every = {every} (from {context.config.source('checkpoint_every')}) needs a place: set "
                 "ORC_CHECKPOINT_DIR, or pass Accelerator(project_dir=...)"
@@ -68,63 +61,67 @@ class Boundary:
         progress = ProgressFile.of(context)
         if progress is not None:
             atexit.register(progress.flush)
-        return cls(checkpoints, save, Preemption.of(context), progress, every, meter)
+        return cls(checkpointing, Preemption.of(context), progress, every, meter)
 
     @property
     def preempted(self) -> bool:
         """Return whether the run is to stop at the next boundary."""
         return self._preemption.due()
 
-    def steps(self) -> int:
-        """Optimizer steps taken by this process."""
-        return self._checkpoints.prepared.steps()
-
     def __call__(self, loader: Any) -> None:
         """Count the next batch of *loader*. Raises `Preempted` where the run is to stop."""
-        attempts = self._checkpoints.prepared.attempts()
+        attempts = self._prepared.attempts()
         live = loader.cursor.live
         if attempts == live.attempts:
             return  # evaluation, or gradients still accumulating: no step was taken in this loop
         live.attempts = attempts
-        steps = self.steps()
+        steps = self._prepared.steps()
         if steps == self._seen:
             return  # another loader of the same loop was first, or the step was skipped
         self._seen = steps
         loader.cursor.trained = True
-        step = self._checkpoints.base_step + steps
         if self._meter is not None:
             self._meter.step(loader)
         if self._progress is not None:
             loss = self._meter.told_loss if self._meter is not None else None
-            self._progress.update(step, loader.epoch, loader.samples_seen, of=_length(loader), loss=loss)
-        if self._alone and self._checkpoints.background.failed:
-            self._checkpoints.finish()
+            self._progress.update(self._step(), loader.epoch, loader.samples_seen, of=_length(loader), loss=loss)
+        if self._alone:
+            self._checkpointing.raise_failed()
         if self._preemption.tick():
-            self._leave(step)
+            self._leave(self._step())
         # A multiple may lie between two boundaries: several updates of one batch, or updates outside of the loop.
-        if self._every is not None and step // self._every > self._checkpoints.saved_step // self._every:
-            self._save()
+        if self._every is not None:
+            saved = self._checkpointing.checkpoints.saved_step
+            if self._step() // self._every > saved // self._every:
+                self._checkpointing.save_checkpoint()
+
+    def _step(self) -> int:
+        """Return the step of the run at this boundary."""
+        return self._checkpointing.base_step() + self._seen
 
     def close(self) -> None:
         """End the training: report the last progress, give signals and connections back."""
         if self._progress is not None:
             self._progress.flush()
-        self._preemption.forget(self._checkpoints.context)
+        self._preemption.forget(self._checkpointing.ctx)
 
     def _leave(self, step: int) -> None:
+        from orc.runtime.checkpoint.errors import CheckpointError
+
+        checkpoints = self._checkpointing.checkpoints
         if self._progress is not None:
             self._progress.flush()
         try:
-            self._checkpoints.finish()
+            checkpoints.finish()
         except CheckpointError as error:  # what follows saves this step anyway
             print(f"orc: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        if self._checkpoints.root is None:
+        if checkpoints.root is None:
             message = f"preempted after step {step}; nothing was saved: there is no checkpoint directory"
-        elif self._checkpoints.saved_step == step:
+        elif checkpoints.saved_step == step:
             message = f"preempted after step {step}, which is saved already"
         else:
-            message = f"preempted after step {step}, saved to {self._save()}"
-        if self._checkpoints.context.is_main:
+            message = f"preempted after step {step}, saved to {self._checkpointing.save_checkpoint()}"
+        if checkpoints.context.is_main:
             print(f"orc: {message}", file=sys.stderr, flush=True)  # noqa: T201
         self._preemption.leaving = True
         raise Preempted(message)

@@ -87,9 +87,9 @@ class ThreadExchange:
             if self._left[number] == self.size:
                 del self._brought[number], self._left[number]
         if len({said for said, _ in brought.values()}) > 1:
-            lines = "\n".join(f"  - Process {one}: {brought[one][0]}" for one in range(self.size))
+            lines = "\n".join(f"  - Process {peer}: {brought[peer][0]}" for peer in range(self.size))
             raise DistributedOperationException(f"the ranks do not call the same collective:\n{lines}")
-        return [brought[one][1] for one in range(self.size)]
+        return [brought[peer][1] for peer in range(self.size)]
 
     def put(self, source: int, target: int, tag: int, value: Any) -> None:
         """Send; never waits."""
