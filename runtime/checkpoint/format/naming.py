@@ -31,11 +31,6 @@ class CheckpointRoot:
                     checkpoints.append((int(match[1]), directory))
         return sorted(checkpoints)
 
-    def newest(self) -> Path | None:
-        """The newest complete checkpoint."""
-        checkpoints = self.committed()
-        return checkpoints[-1][1] if checkpoints else None
-
     def numbered(self, number: int) -> Path:
         """The directory of checkpoint *number*, there or not."""
         return self.path.absolute() / f"checkpoint_{number}"

@@ -261,10 +261,6 @@ class RemoteRoot:
         """Complete checkpoints with their numbers, oldest first."""
         return _committed(self._numbered())
 
-    def newest(self) -> Remote | None:
-        """The newest complete checkpoint."""
-        return next((directory for _, directory in reversed(self._numbered()) if is_committed(directory)), None)
-
     def numbered(self, number: int) -> Remote:
         """The directory of checkpoint *number*, there or not."""
         return self.path / f"checkpoint_{number}"
