@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.content import Progress, SaveRequest, capture
 from orc.runtime.checkpoint.errors import CheckpointError, CheckpointMisfit, RankMissing, RanksElsewhere
-from orc.runtime.checkpoint.format.naming import CheckpointRoot, number_of
+from orc.runtime.checkpoint.format.layout import CheckpointRoot, number_of
 from orc.runtime.checkpoint.load import load
 from orc.runtime.checkpoint.replication.barrier import Barrier, BarrierAlone, attempt
 from orc.runtime.checkpoint.replication.sites import Survey

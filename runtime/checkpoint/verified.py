@@ -16,12 +16,12 @@ from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.layout import (
     NAME,
+    CheckpointRoot,
     Manifest,
     damaged,
     locate,
     read_manifest,
 )
-from orc.runtime.checkpoint.format.naming import CheckpointRoot
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
 from orc.runtime.checkpoint.replication.replicas import provide, trouble
 from orc.runtime.checkpoint.replication.sites import Sites

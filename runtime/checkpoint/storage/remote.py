@@ -19,8 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format.checksum import ALGORITHMS, BLOCK
-from orc.runtime.checkpoint.format.layout import NAME, Manifest
-from orc.runtime.checkpoint.format.naming import NUMBERED
+from orc.runtime.checkpoint.format.layout import NAME, NUMBERED, Manifest
 from orc.runtime.checkpoint.storage import s3
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
 
