@@ -14,8 +14,7 @@ import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout, state_file
-from orc.runtime.checkpoint.format.layout import plain
-from orc.runtime.checkpoint.format.naming import CheckpointRoot
+from orc.runtime.checkpoint.format.layout import CheckpointRoot, plain
 from orc.runtime.checkpoint.format.state_file import without_aliases, write_tensors
 from orc.runtime.checkpoint.replication.barrier import attempt
 from orc.runtime.checkpoint.state import rng

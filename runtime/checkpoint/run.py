@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.content import Progress, SaveRequest, capture
 from orc.runtime.checkpoint.errors import CheckpointError, CheckpointMisfit, RankMissing, RanksElsewhere
-from orc.runtime.checkpoint.format.naming import CheckpointRoot, number_of
+from orc.runtime.checkpoint.format.layout import CheckpointRoot, number_of
 from orc.runtime.checkpoint.load import load
-from orc.runtime.checkpoint.replication.absence import BarrierAlone, check_savable_alone, survey_alone
-from orc.runtime.checkpoint.replication.barrier import Barrier, attempt
+from orc.runtime.checkpoint.replication.barrier import Barrier, BarrierAlone, attempt
 from orc.runtime.checkpoint.replication.sites import Survey
 from orc.runtime.checkpoint.save import (
     looks,
@@ -32,7 +31,7 @@ from orc.runtime.checkpoint.save import (
 )
 from orc.runtime.checkpoint.state.ownership import PROJECT_FOLDER, release_all
 from orc.runtime.checkpoint.state.staging import Stage
-from orc.runtime.checkpoint.state.strategies import strategy_wanted
+from orc.runtime.checkpoint.state.strategies import check_savable_alone, strategy_wanted
 from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteRoot, place
 from orc.runtime.checkpoint.verified import Verified, newest_first, offer, offers, tell, verified
 from orc.runtime.data.position import training_loader
@@ -267,7 +266,7 @@ class RunCheckpoints:
             )
             self._told_alone = True
         barrier = BarrierAlone(self.context, self._timeout_s, name="alone")
-        survey = survey_alone(self.context, barrier)
+        survey = Survey(self.context, barrier, "1")  # who shares no directory gets a copy when it loads
         destination = self._save(replace(request, alone=True), retain, block, barrier, survey)
         self.barrier.note_alone(str(destination.target))
         return destination

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from orc.runtime.checkpoint.content import Content, SaveRequest, Task, capture
 from orc.runtime.checkpoint.errors import CheckpointError, RanksElsewhere
 from orc.runtime.checkpoint.format import layout
-from orc.runtime.checkpoint.format.layout import NAME, Manifest
-from orc.runtime.checkpoint.format.naming import CheckpointRoot
+from orc.runtime.checkpoint.format.layout import NAME, CheckpointRoot, Manifest
 from orc.runtime.checkpoint.replication.absence import Absence
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error, attempt
 from orc.runtime.checkpoint.replication.replicas import complete

@@ -16,16 +16,14 @@ from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.layout import (
     NAME,
+    CheckpointRoot,
     Manifest,
-    content_problems,
     damaged,
     locate,
     read_manifest,
-    size_problems,
 )
-from orc.runtime.checkpoint.format.naming import CheckpointRoot
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
-from orc.runtime.checkpoint.replication.replicas import provide
+from orc.runtime.checkpoint.replication.replicas import provide, trouble
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.storage import remote
 from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteRoot
@@ -42,20 +40,10 @@ def verify(context: RunContext, barrier: Barrier, directory: Path) -> Manifest:
     Raises:
         CheckpointError: on every rank, with everything that is missing, cut off or changed.
     """
-    manifest: Manifest | None = None
-    error: str | None = None
-    try:
-        manifest = read_manifest(directory)
-        problems = size_problems(directory, manifest)
-        if not problems:
-            problems = content_problems(directory, manifest, sorted(manifest.files)[context.rank :: context.world_size])
-        if problems:
-            raise damaged(directory, problems)
-    except CheckpointError as failure:
-        error = str(failure)
+    failure = trouble(directory, context.rank, context.world_size)
+    error = None if failure is None else failure[1]
     barrier.hold("load_state (verifying)", error, _first_text, timeout_s=max(barrier.timeout_s, READ_PATIENCE_S))
-    assert manifest is not None
-    return manifest
+    return read_manifest(directory)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Absence: how a rank that waits in a save finds out that others will not come, and what it saves alone then.
+"""Absence: how a rank that waits in a save finds out that others will not come.
 
 ``if accelerator.is_main_process: accelerator.save_state()`` leaves the others training, until they wait for the main
 process in their next collective. A thread of every rank looks about once a second whether somebody on the store asks
@@ -24,15 +24,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from orc.runtime.checkpoint.errors import CheckpointError, RanksElsewhere
-from orc.runtime.checkpoint.replication.barrier import Barrier, Verdict
-from orc.runtime.checkpoint.replication.sites import Survey
-from orc.runtime.checkpoint.state.strategies import steps_parts
-from orc.runtime.core.prepared import Layout
+from orc.runtime.checkpoint.errors import RanksElsewhere
 from orc.runtime.core.store import StoreError, StoreTimeout, next_name, pace
 from orc.runtime.data.position import training_loader
 from orc.runtime.observe.whereabouts import WAITING, main_call_site
-from orc.runtime.parallel.records import records_of
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
@@ -311,40 +306,3 @@ class Absence:
 
 
 _known: WeakKeyDictionary[RunContext, Responder] = WeakKeyDictionary()
-
-
-class BarrierAlone(Barrier):
-    """The barriers of a save that rank 0 makes by itself: it agrees with itself and writes nothing on the store."""
-
-    def hold(self, what: str, value: Any, verdict: Verdict, **options: Any) -> Any:
-        """Return the *verdict* about *value*."""
-        return verdict([value])
-
-    def part(self, timeout_s: float = 10.0) -> None:
-        """Return at once: no other rank takes part."""
-
-
-def survey_alone(context: RunContext, barrier: Barrier) -> Survey:
-    """Return one that looks at no other machine: where they share no directory, they get a copy when they load."""
-    return Survey(context, barrier, "1")
-
-
-def check_savable_alone(prepared: Prepared, elsewhere: RanksElsewhere) -> None:
-    """Refuse what rank 0 does not have whole.
-
-    Raises:
-        CheckpointError: a model or optimizer is spread over the ranks.
-    """
-    models, optimizers = records_of(prepared), prepared.optimizers
-    spread = [type(model.model).__name__ for model in models if model.layout is not Layout.WHOLE]
-    spread += [type(optimizer).__name__ for optimizer in optimizers if steps_parts(optimizer, models)]
-    spread += [
-        type(inner).__name__
-        for optimizer in optimizers
-        if hasattr(inner := getattr(optimizer, "optimizer", optimizer), "consolidate_state_dict")
-    ]
-    if spread:
-        raise CheckpointError(
-            f"save_state: rank 0 cannot save alone, each rank holds a part of {', '.join(dict.fromkeys(spread))}, and "
-            f"{elsewhere}. Call save_state on every rank: take it out of `if accelerator.is_main_process`"
-        )

@@ -227,6 +227,17 @@ class Barrier:
         return self._store
 
 
+class BarrierAlone(Barrier):
+    """The barriers of a save that rank 0 makes by itself: it agrees with itself and writes nothing on the store."""
+
+    def hold(self, what: str, value: Any, verdict: Verdict, **options: Any) -> Any:
+        """Return the *verdict* about *value*."""
+        return verdict([value])
+
+    def part(self, timeout_s: float = 10.0) -> None:
+        """Return at once: no other rank takes part."""
+
+
 def agree_on_no_error(errors: list[Any]) -> None:
     """A verdict: fine when every rank brings `None`, otherwise the error with all of their texts."""
     texts = {f"rank {rank}: {text}" if len(errors) > 1 else str(text) for rank, text in enumerate(errors) if text}

@@ -100,7 +100,7 @@ def provide(
     """
     holders, texts = barrier.hold(
         "load_state (verifying)",
-        _trouble(sites, locate(directory), identity),
+        trouble(locate(directory), *sites.share, identity),
         lambda troubles: _holders(sites, troubles),
         timeout_s=max(barrier.timeout_s, _PATIENCE_S),
     )
@@ -132,18 +132,19 @@ def provide(
     return local, read_manifest(local)
 
 
-def _trouble(sites: Sites, directory: Path, identity: str) -> tuple[str, str] | None:
-    """Return why this rank's site does not have the checkpoint, if so: ``lacking`` or ``damaged``, and the text."""
+def trouble(directory: Path, share: int, readers: int, identity: str | None = None) -> tuple[str, str] | None:
+    """Return why *directory* is not the checkpoint of this *identity*, if so: ``lacking`` or ``damaged``, and the text.
+
+    Of its files every one of *readers* reads its *share*.
+    """
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:
         return ("damaged" if directory.exists() else "lacking"), str(error)
-    if manifest.id != identity:
+    if identity not in (None, manifest.id):
         return "lacking", f"{directory} is another checkpoint of this name"
     problems = size_problems(directory, manifest)
-    if not problems:
-        share, readers = sites.share
-        problems = content_problems(directory, manifest, sorted(manifest.files)[share::readers])
+    problems = problems or content_problems(directory, manifest, sorted(manifest.files)[share::readers])
     return ("damaged", str(damaged(directory, problems))) if problems else None
 
 

@@ -51,46 +51,76 @@ class Sharded:
         state = named_state(optimizer, stepped)
         return {**state, "param_groups": plain(state["param_groups"])}
 
-    def model_problem(self, source: Path, model: PreparedModel, *, strict: bool = True) -> str | None:
-        """Return which names or sizes in *source* differ from those of *model*."""
-        return model_problem(source, model, strict=strict)
+    def model_problem(self, folder: Path, model: PreparedModel, *, strict: bool = True) -> str | None:
+        """Return why *model* would not take the shards in *folder*: names or sizes that differ."""
+        if model.layout is Layout.FLATTENED:
+            return None  # its state costs a collective; names and sizes are compared before anything is read
+        return difference(sizes_of(get_model_state_dict(model.model)), _saved_sizes(read_metadata(folder)), strict)
 
-    def load_model(self, source: Path, model: PreparedModel, *, strict: bool = True) -> None:
-        """Read this rank's part of the weights in place."""
-        load_model(source, model, strict=strict)
+    def load_model(self, folder: Path, model: PreparedModel, *, strict: bool = True) -> None:
+        """Read the shards in *folder* into *model*.
 
-    def optimizer_problem(self, source: Path, optimizer: Any, models: Sequence[PreparedModel]) -> str | None:
-        """Return which parameters, groups or sizes in *source* differ from those of *optimizer*."""
-        return optimizer_problem(source, optimizer, models)
+        Raises:
+            CheckpointError: they cannot be read, or do not fit.
+        """
+        metadata = read_metadata(folder)
+        state = get_model_state_dict(model.model)
+        try:
+            planner, plan = plan_of({_MODEL: state}, metadata, partial=not strict)
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{folder} does not fit the prepared model: {error}") from error
+        read_shards(folder, metadata, planner, plan)
+        plainly = all(isinstance(value, torch.Tensor) for value in state.values()) and not fit.decides_itself(
+            model.bare
+        )
+        if model.layout is Layout.FLATTENED or not plainly:  # else all of it is in place already
+            set_model_state_dict(model.model, state, options=StateDictOptions(strict=strict))
 
-    def load_optimizer(self, source: Path, optimizer: Any, models: Sequence[PreparedModel]) -> None:
-        """Read this rank's part, in place where the optimizer has such state already."""
-        load_optimizer(source, optimizer, models)
+    def optimizer_problem(self, folder: Path, optimizer: Any, models: Sequence[PreparedModel]) -> str | None:
+        """Return why *optimizer* would not take the shards in *folder*."""
+        stepped = models_of(optimizer, models)
+        if flattened(stepped):
+            return None
+        metadata = read_metadata(folder)
+        bare = bare_optimizer(optimizer)
+        try:
+            named = _read(folder, metadata, {}, tensors=False)
+            names = names_by_position(bare, stepped)
+            for name in named["state"]:
+                if name not in names.values():
+                    return f"it has state of {name}, which the optimizer here does not step"
+            positioned_state(bare, stepped, named)
+        except CheckpointError as error:
+            return str(error)
+        parameters = _parameters(bare, names)
+        for entry, path in paths(metadata).items():
+            saved = metadata.state_dict_metadata[entry]
+            if path[:2] == (_OPTIMIZER, "state") and isinstance(saved, TensorStorageMetadata):
+                parameter = parameters[str(path[2])]
+                if path[3] in LIKE_PARAMETER and saved.size.numel() != 1 and saved.size != parameter.shape:
+                    return (
+                        f"size mismatch of {entry}: {list(saved.size)} in the checkpoint, {list(parameter.shape)} here"
+                    )
+        return None
 
+    def load_optimizer(self, folder: Path, optimizer: Any, models: Sequence[PreparedModel]) -> None:
+        """Read the shards in *folder* into *optimizer*.
 
-def model_problem(folder: Path, model: PreparedModel, *, strict: bool = True) -> str | None:
-    """Return why *model* would not take the shards in *folder*: names or sizes that differ."""
-    if model.layout is Layout.FLATTENED:
-        return None  # its state costs a collective; names and sizes are compared before anything is read
-    return difference(sizes_of(get_model_state_dict(model.model)), _saved_sizes(read_metadata(folder)), strict)
-
-
-def load_model(folder: Path, model: PreparedModel, *, strict: bool = True) -> None:
-    """Read the shards in *folder* into *model*.
-
-    Raises:
-        CheckpointError: they cannot be read, or do not fit.
-    """
-    metadata = read_metadata(folder)
-    state = get_model_state_dict(model.model)
-    try:
-        planner, plan = plan_of({_MODEL: state}, metadata, partial=not strict)
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{folder} does not fit the prepared model: {error}") from error
-    read_shards(folder, metadata, planner, plan)
-    plainly = all(isinstance(value, torch.Tensor) for value in state.values()) and not fit.decides_itself(model.bare)
-    if model.layout is Layout.FLATTENED or not plainly:  # else all of it is in place already
-        set_model_state_dict(model.model, state, options=StateDictOptions(strict=strict))
+        Raises:
+            CheckpointError: they cannot be read, or do not fit.
+        """
+        stepped = models_of(optimizer, models)
+        bare = bare_optimizer(optimizer)
+        metadata = read_metadata(folder)
+        if flattened(stepped):
+            fsdp1.load_optimizer(folder, metadata, bare, stepped)
+            return
+        targets = _targets(metadata, bare, stepped)
+        try:
+            state = positioned_state(bare, stepped, _read(folder, metadata, targets))
+        except (CheckpointError, KeyError) as error:
+            raise CheckpointError(f"{folder} does not fit the prepared optimizer: {error}") from error
+        bare.load_state_dict(state)
 
 
 def model_files(folder: Path, model: PreparedModel) -> set[str]:
@@ -121,52 +151,6 @@ def load_part(folder: Path, model: PreparedModel, state: Mapping[str, Any], only
     if model.layout is Layout.FLATTENED:
         loaded = {**state, **{own: part[name] for name, own in only.items()}}
         set_model_state_dict(model.model, loaded)
-
-
-def optimizer_problem(folder: Path, optimizer: Any, models: Sequence[PreparedModel]) -> str | None:
-    """Return why *optimizer* would not take the shards in *folder*."""
-    stepped = models_of(optimizer, models)
-    if flattened(stepped):
-        return None
-    metadata = read_metadata(folder)
-    bare = bare_optimizer(optimizer)
-    try:
-        named = _read(folder, metadata, {}, tensors=False)
-        names = names_by_position(bare, stepped)
-        for name in named["state"]:
-            if name not in names.values():
-                return f"it has state of {name}, which the optimizer here does not step"
-        positioned_state(bare, stepped, named)
-    except CheckpointError as error:
-        return str(error)
-    parameters = _parameters(bare, names)
-    for entry, path in paths(metadata).items():
-        saved = metadata.state_dict_metadata[entry]
-        if path[:2] == (_OPTIMIZER, "state") and isinstance(saved, TensorStorageMetadata):
-            parameter = parameters[str(path[2])]
-            if path[3] in LIKE_PARAMETER and saved.size.numel() != 1 and saved.size != parameter.shape:
-                return f"size mismatch of {entry}: {list(saved.size)} in the checkpoint, {list(parameter.shape)} here"
-    return None
-
-
-def load_optimizer(folder: Path, optimizer: Any, models: Sequence[PreparedModel]) -> None:
-    """Read the shards in *folder* into *optimizer*.
-
-    Raises:
-        CheckpointError: they cannot be read, or do not fit.
-    """
-    stepped = models_of(optimizer, models)
-    bare = bare_optimizer(optimizer)
-    metadata = read_metadata(folder)
-    if flattened(stepped):
-        fsdp1.load_optimizer(folder, metadata, bare, stepped)
-        return
-    targets = _targets(metadata, bare, stepped)
-    try:
-        state = positioned_state(bare, stepped, _read(folder, metadata, targets))
-    except (CheckpointError, KeyError) as error:
-        raise CheckpointError(f"{folder} does not fit the prepared optimizer: {error}") from error
-    bare.load_state_dict(state)
 
 
 def optimizer_files(folder: Path, optimizer: Any, models: Sequence[PreparedModel]) -> set[str]:

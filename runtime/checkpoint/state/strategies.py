@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.errors import CheckpointError, RanksElsewhere
 from orc.runtime.checkpoint.state import fit
 from orc.runtime.core.libraries import libraries
 from orc.runtime.core.prepared import Layout, PreparedModel
 from orc.runtime.parallel.partition import Partition, part_of_optimizer, whole_model, whole_optimizer
+from orc.runtime.parallel.records import records_of
 from orc.runtime.parallel.shards import whole
 
 if TYPE_CHECKING:
@@ -68,9 +70,8 @@ def strategy_named(name: str) -> StateStrategy:
     """Return the strategy *name*: ``full`` or ``dcp``, whose part of torch is imported when it is requested."""
     if name == FULL:
         return Full()
-    from orc.runtime.checkpoint.state.dcp import Sharded
-
-    return Sharded()
+    strategy: StateStrategy = importlib.import_module("orc.runtime.checkpoint.state.dcp").Sharded()
+    return strategy
 
 
 def strategy_wanted(plugin: Any) -> str | None:
@@ -399,3 +400,24 @@ def _part(value: Any, parameter: torch.Tensor) -> Any:
     # Every rank has the whole, so that cutting it needs no other.
     everywhere = DTensor.from_local(value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return everywhere.redistribute(mesh, placements).clone()
+
+
+def check_savable_alone(prepared: Prepared, elsewhere: RanksElsewhere) -> None:
+    """Refuse what rank 0 does not have whole.
+
+    Raises:
+        CheckpointError: a model or optimizer is spread over the ranks.
+    """
+    models, optimizers = records_of(prepared), prepared.optimizers
+    spread = [type(model.model).__name__ for model in models if model.layout is not Layout.WHOLE]
+    spread += [type(optimizer).__name__ for optimizer in optimizers if steps_parts(optimizer, models)]
+    spread += [
+        type(inner).__name__
+        for optimizer in optimizers
+        if hasattr(inner := getattr(optimizer, "optimizer", optimizer), "consolidate_state_dict")
+    ]
+    if spread:
+        raise CheckpointError(
+            f"save_state: rank 0 cannot save alone, each rank holds a part of {', '.join(dict.fromkeys(spread))}, and "
+            f"{elsewhere}. Call save_state on every rank: take it out of `if accelerator.is_main_process`"
+        )

@@ -19,8 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format.checksum import ALGORITHMS, BLOCK
-from orc.runtime.checkpoint.format.layout import NAME, Manifest
-from orc.runtime.checkpoint.format.naming import NUMBERED
+from orc.runtime.checkpoint.format.layout import NAME, NUMBERED, Manifest
 from orc.runtime.checkpoint.storage import s3
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
 
@@ -260,10 +259,6 @@ class RemoteRoot:
     def committed(self) -> list[tuple[int, Remote]]:
         """Complete checkpoints with their numbers, oldest first."""
         return _committed(self._numbered())
-
-    def newest(self) -> Remote | None:
-        """The newest complete checkpoint."""
-        return next((directory for _, directory in reversed(self._numbered()) if is_committed(directory)), None)
 
     def numbered(self, number: int) -> Remote:
         """The directory of checkpoint *number*, there or not."""

@@ -433,11 +433,14 @@ def checkpoint(directory, identity="0af3", **contents):
 
 def test_what_keeps_a_site_from_having_a_checkpoint_is_told_apart(tmp_path):
     folder = tmp_path / "c"
-    trouble = lambda sites=SEVERAL: replicas._trouble(sites, folder, "0af3")  # noqa: E731
+    trouble = lambda sites=SEVERAL: replicas.trouble(folder, *sites.share, "0af3")  # noqa: E731
     assert trouble() == ("lacking", f"{folder}: there is no such checkpoint")
     checkpoint(folder, a=b"1", b=b"2", c=b"3")
     assert trouble() is None
-    assert replicas._trouble(SEVERAL, folder, "0af4") == ("lacking", f"{folder} is another checkpoint of this name")
+    assert replicas.trouble(folder, *SEVERAL.share, "0af4") == (
+        "lacking",
+        f"{folder} is another checkpoint of this name",
+    )
     (folder / "b").write_bytes(b"x")
     advice = ". Nothing was loaded; use another checkpoint"
     assert trouble() is None, "the other rank of the site reads this one"

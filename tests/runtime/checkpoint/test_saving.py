@@ -26,8 +26,7 @@ from orc.runtime.checkpoint.content import (
 )
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import state_file
-from orc.runtime.checkpoint.format.layout import Manifest, read_manifest
-from orc.runtime.checkpoint.format.naming import CheckpointRoot
+from orc.runtime.checkpoint.format.layout import CheckpointRoot, Manifest, read_manifest
 from orc.runtime.checkpoint.replication.barrier import attempt
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.save import Opened, looks, open_destination, write

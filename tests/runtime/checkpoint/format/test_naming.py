@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from orc.runtime.checkpoint.format import layout, naming
-from orc.runtime.checkpoint.format.layout import NAME, Manifest
-from orc.runtime.checkpoint.format.naming import CheckpointRoot, number_of
+from orc.runtime.checkpoint.format import layout
+from orc.runtime.checkpoint.format.layout import NAME, CheckpointRoot, Manifest, number_of
 from orc.runtime.checkpoint.state.ownership import FILE
 from orc.runtime.checkpoint.storage.durable import FileRecord
 
@@ -38,7 +37,6 @@ def test_whole_checkpoints_are_found_in_the_order_of_their_numbers(tmp_path):
         (9, tmp_path / "checkpoint_9"),
         (10, tmp_path / "checkpoint_10"),
     ]
-    assert root.newest() == tmp_path / "checkpoint_10"
 
 
 def test_a_checkpoint_that_was_being_replaced_is_found_under_its_second_name(tmp_path):
@@ -50,7 +48,6 @@ def test_nothing_is_found_where_nothing_is(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         root = CheckpointRoot(folder)
         assert root.committed() == []
-        assert root.newest() is None
         assert root.next() == (0, folder / "checkpoint_0")
         assert root.next(5) == (5, folder / "checkpoint_5")
         assert root.retain(1) == []
@@ -75,7 +72,7 @@ def test_a_number_is_below_the_folder_wherever_the_process_goes(tmp_path, monkey
 )
 def test_the_newest_stay_and_older_ones_go(tmp_path, keep, left, monkeypatch):
     synced = []
-    monkeypatch.setattr(naming, "sync_directory", synced.append)
+    monkeypatch.setattr(layout, "sync_directory", synced.append)
     root = filled(tmp_path, *(f"checkpoint_{number}" for number in (8, 9, 10, 11)))
     checkpoint(tmp_path / "checkpoint_4", whole=False)
     every = [tmp_path / f"checkpoint_{number}" for number in (8, 9, 10, 11)]
@@ -88,13 +85,13 @@ def test_the_newest_stay_and_older_ones_go(tmp_path, keep, left, monkeypatch):
 
 def test_an_old_checkpoint_is_none_any_more_before_its_files_go(tmp_path, monkeypatch):
     root = filled(tmp_path, "checkpoint_1", "checkpoint_2", "checkpoint_1.tmp")
-    events, remove = [], naming.remove_tree
+    events, remove = [], layout.remove_tree
 
     def removed(path):
         events.append((path.name, path.exists(), [number for number, _ in root.committed()]))
         remove(path)
 
-    monkeypatch.setattr(naming, "remove_tree", removed)
+    monkeypatch.setattr(layout, "remove_tree", removed)
     assert root.retain(1) == [tmp_path / "checkpoint_1"]
     assert events == [("checkpoint_1.tmp", True, [1, 2]), ("checkpoint_1.tmp", True, [2])]
     assert names(tmp_path) == ["checkpoint_2"]
@@ -118,7 +115,7 @@ def test_what_interrupted_saves_left_goes_and_nothing_else(tmp_path):
 
 def test_what_dead_runs_owned_is_forgotten_where_the_checkpoints_are(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(naming, "forget_dead", asked.append)
+    monkeypatch.setattr(layout, "forget_dead", asked.append)
     monkeypatch.chdir(tmp_path)
     CheckpointRoot(tmp_path.__class__("c")).retain(None)
     assert asked == [tmp_path / "c"]

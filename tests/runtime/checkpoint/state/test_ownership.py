@@ -169,7 +169,7 @@ def test_old_checkpoints_are_gone_on_every_rank_when_a_save_returns(tmp_path, ru
         import torch
 
         from orc.runtime import Accelerator, ProjectConfiguration
-        from orc.runtime.checkpoint.format.naming import CheckpointRoot
+        from orc.runtime.checkpoint.format.layout import CheckpointRoot
 
         project = ProjectConfiguration(root, automatic_checkpoint_naming=True, total_limit=1)
         accelerator = Accelerator(project_config=project)
