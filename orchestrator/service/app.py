@@ -15,7 +15,7 @@ from orc.orchestrator.api.call import PREFIX
 from orc.orchestrator.client import Client
 from orc.orchestrator.service import errors, slow_reads
 from orc.orchestrator.service.api import ROUTERS, TOP_ROUTERS
-from orc.orchestrator.service.audit import Audit, intend
+from orc.orchestrator.service.audit import Audit, Lines, intend
 from orc.orchestrator.service.auth import guard, role_of_route
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.event_feed import EventFeed
@@ -51,6 +51,7 @@ def create_app(settings: Settings, *, open_client: Callable[[], Client] = _open_
         LogFeeds(clients, _STREAM_THREADS),
         ServiceMetrics(),
         slow_reads.SlowReads(),
+        Lines(clients),
     )
 
     @asynccontextmanager
