@@ -233,14 +233,15 @@ class LedgerSession:
     def job(self, job_id: str) -> JobView:
         """Return a job and its attempts, as the ledger has them. Raises `JobNotFound`."""
         ledger = self.workspace.ledger
-        return JobView.of(
-            self.record(job_id),
-            ledger.attempts(job_id),
-            ledger.spec(job_id),
-            ledger.tags(job_id),
-            ledger.failed_hosts(job_id),
-            ledger.seen_at(job_id),
-        )
+        with ledger.one_moment():
+            return JobView.of(
+                self.record(job_id),
+                ledger.attempts(job_id),
+                ledger.spec(job_id),
+                ledger.tags(job_id),
+                ledger.failed_hosts(job_id),
+                ledger.seen_at(job_id),
+            )
 
     def record(self, job_id: str) -> JobRecord:
         """Return the row of a job. Raises `JobNotFound`."""

@@ -194,10 +194,8 @@ class SqliteDatabase:
         """
         turn = _turns.setdefault(self.path, threading.Lock())
         with explained(self.path):
-            if not turn.acquire(timeout=SILENT_S):
-                self._tell()
-                if not turn.acquire(timeout=BUSY_TIMEOUT_S):
-                    raise sqlite3.OperationalError("database is locked")
+            if not turn.acquire(timeout=BUSY_TIMEOUT_S):
+                raise sqlite3.OperationalError("database is locked")
         try:
             with self._transaction("BEGIN IMMEDIATE") as connection:
                 yield connection

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
 from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.database import Connection, Database, insert
@@ -29,6 +29,16 @@ from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecor
 from orc.orchestrator.ledger.transaction import Transaction
 
 
+class _Moment:
+    """Database at one moment, of which all is read in one transaction."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def read(self) -> AbstractContextManager[Connection]:
+        return nullcontext(self._connection)
+
+
 class Ledger:
     """Jobs, attempts and events. One instance per thread."""
 
@@ -50,6 +60,17 @@ class Ledger:
         return getattr(self.database, "volatile", "")
 
     # -- reading
+
+    @contextmanager
+    def one_moment(self) -> Iterator[None]:
+        """Let what is read in this context belong together: it is read in one transaction."""
+        plain = self.database
+        with plain.read() as connection:
+            self.database = cast(Database, _Moment(connection))
+            try:
+                yield
+            finally:
+                self.database = plain
 
     def job(self, job_id: str) -> JobRecord | None:
         """Return the job as it is now."""

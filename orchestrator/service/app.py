@@ -15,7 +15,7 @@ from orc.orchestrator.api.call import PREFIX
 from orc.orchestrator.client import Client
 from orc.orchestrator.service import errors, slow_reads
 from orc.orchestrator.service.api import ROUTERS, TOP_ROUTERS
-from orc.orchestrator.service.audit import Audit, intend
+from orc.orchestrator.service.audit import Audit, Lines, intend
 from orc.orchestrator.service.auth import guard, role_of_route
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.event_feed import EventFeed
@@ -51,11 +51,14 @@ def create_app(settings: Settings, *, open_client: Callable[[], Client] = _open_
         LogFeeds(clients, _STREAM_THREADS),
         ServiceMetrics(),
         slow_reads.SlowReads(),
+        Lines(clients),
     )
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads
+        for route in app.routes:  # FastAPI makes them ready (0.6 s) when they are first looked at: nobody waits now
+            route.matches({"type": "http", "method": "GET", "path": "/-", "root_path": "", "headers": []})
         yield
         service.stopping.set()
         service.events.close()

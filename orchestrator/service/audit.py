@@ -7,8 +7,11 @@ A request that is let in leaves its intent first, so that a process that is kill
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import anyio.to_thread
@@ -19,10 +22,13 @@ from orc.launchers.errors import LaunchError
 from orc.orchestrator.api.call import SAFE_METHODS
 from orc.orchestrator.api.rights import Principal
 from orc.orchestrator.ledger import audit as rows
+from orc.orchestrator.ledger.database import Connection
 from orc.orchestrator.service.auth import address_of
 from orc.orchestrator.service.context import Service, ServiceDep
+from orc.orchestrator.service.ledger_clients import LedgerClients
 
 logger = logging.getLogger("orc.service")
+_Change = Callable[[Connection], None]
 
 
 def note_subject(request: Request, subject: str, **data: Any) -> None:
@@ -38,13 +44,44 @@ def intend(request: Request, service: ServiceDep) -> None:
         return
     intent = uuid.uuid4().hex
     try:
-        with service.clients.client() as client, client.workspace.ledger.database.write() as connection:
-            rows.intend(connection, intent, at=service.clock(), **line)
+        service.lines.write(lambda connection: rows.intend(connection, intent, at=service.clock(), **line))
     except LaunchError as error:  # cancelling goes on where nothing can be written
         logger.error("the audit log cannot be written: %s; %s", error, line)
         return
     request.state.audit_intent = intent
     service.changes.add(intent)
+
+
+class Lines:
+    """Writing of the audit log. What comes while something is written goes with what comes next, in one transaction."""
+
+    def __init__(self, clients: LedgerClients) -> None:
+        self._clients, self._turn = clients, threading.Lock()
+        self._waiting = deque[tuple[_Change, Future[None]]]()
+
+    def write(self, change: _Change) -> None:
+        """Return once *change* is durable. Raises `LaunchError`. Call it in a thread, never in the event loop."""
+        done = Future[None]()
+        self._waiting.append((change, done))
+        with self._turn:
+            if not done.done():
+                self._commit([self._waiting.popleft() for _ in range(len(self._waiting))])
+        done.result()
+
+    def _commit(self, together: Sequence[tuple[_Change, Future[None]]]) -> None:
+        try:
+            with self._clients.client() as client, client.workspace.ledger.database.write() as connection:
+                for change, _ in together:
+                    change(connection)
+        except Exception as error:  # noqa: BLE001 - who waits for it raises it
+            if len(together) == 1:
+                together[0][1].set_exception(error)
+            else:
+                for alone in together:  # what cannot be written keeps nothing else from it
+                    self._commit([alone])
+        else:
+            for _, done in together:
+                done.set_result(None)
 
 
 class Audit:
@@ -84,8 +121,8 @@ class Audit:
             self._service.changes.discard(scope.get("state", {}).get("audit_intent", ""))
 
     def _write(self, intent: str | None, line: Mapping[str, Any]) -> None:
-        with self._service.clients.client() as client, client.workspace.ledger.database.write() as connection:
-            rows.answer(connection, intent, at=self._service.clock(), **line)
+        at = self._service.clock()
+        self._service.lines.write(lambda connection: rows.answer(connection, intent, at=at, **line))
 
 
 def _line(scope: Scope, status: int) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from orc.orchestrator.service.settings import Settings
 
 if TYPE_CHECKING:
     from orc.orchestrator.engine.reconciler_threads import ReconcilerStatus
+    from orc.orchestrator.service.audit import Lines
     from orc.orchestrator.service.event_feed import EventFeed
     from orc.orchestrator.service.log_feed import LogFeeds
     from orc.orchestrator.service.metrics import ServiceMetrics
@@ -33,6 +34,7 @@ class Service:
     logs: LogFeeds
     metrics: ServiceMetrics
     slow_reads: SlowReads
+    lines: Lines  # of the audit log
     clock: Callable[[], float] = time.time
     changes: set[str] = field(default_factory=set)  # intents (audit log) of requests that are worked on
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  # no new streams; those that are open end

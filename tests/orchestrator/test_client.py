@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from counted_database import counting
 
 from orc.launchers.backends.base import LogSelector, Phase
 from orc.orchestrator.api.session import LedgerSession
@@ -295,3 +296,10 @@ def test_waiting_for_a_time_leaves_no_connection_open(client, backend, job_file,
     view = client.submit(job_file())
     client.wait([view.id], timeout_s=1)
     assert closed.wait(30)
+
+
+def test_a_job_is_shown_as_it_is_at_one_moment(client, job_file):
+    job = client.submit(job_file())
+    with counting(client.workspace.ledger) as counted:
+        assert client.job(job.id) == job
+    assert counted["transactions"] == 1

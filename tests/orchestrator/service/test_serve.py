@@ -17,13 +17,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+from pydantic import TypeAdapter
 from running_service import sse_events
+from starlette.testclient import TestClient
 
 from orc.launchers.errors import SpecError
 from orc.orchestrator.cli.main import main
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger.records import NewJob
-from orc.orchestrator.service.settings import load_settings
+from orc.orchestrator.service.app import create_app
+from orc.orchestrator.service.settings import Settings, load_settings
 
 
 @contextmanager
@@ -288,3 +291,12 @@ def test_without_the_extra_one_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve"]) == 2
     assert "orc-launch[service]" in capsys.readouterr().err
+
+
+def test_the_first_request_waits_for_nothing_that_is_made_ready_at_the_start(tmp_path, monkeypatch):
+    app = create_app(Settings(reconciler=False), open_client=lambda: Client(tmp_path / "state", reconciler=False))
+    with TestClient(app, base_url="http://127.0.0.1") as http:
+        make, made = TypeAdapter.__init__, []
+        monkeypatch.setattr(TypeAdapter, "__init__", lambda self, *a, **k: made.append(a) or make(self, *a, **k))
+        assert http.get("/healthz").status_code == 200
+    assert made == []
