@@ -22,8 +22,6 @@ from orc.runtime.stand_ins.switch import stand_in_from_environment
 RANKS_IMPORT = (
     *("sklearn.datasets", "sklearn.linear_model", "sklearn.metrics", "sklearn.model_selection"),
     *("sklearn.neural_network", "pydoc_data.topics", "orc.runtime.inference", "orc.runtime.utils", "deepspeed"),
-    # Most of what takes seconds when transformers and peft are imported; they themselves would import accelerate.
-    *("torch.distributed.tensor", "bitsandbytes", "datasets"),
 )
 ROOT = Path(__file__).parents[2] / "templates/starters"
 FOLDERS = {path.parent.name: path.parent for path in sorted(ROOT.rglob("job.yaml"))}
