@@ -21,9 +21,10 @@ from orc.runtime.checkpoint.format.layout import (
     damaged,
     locate,
     read_manifest,
+    trouble,
 )
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
-from orc.runtime.checkpoint.replication.replicas import provide, trouble
+from orc.runtime.checkpoint.replication.replicas import provide
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.storage import remote
 from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteRoot

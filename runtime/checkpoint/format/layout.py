@@ -246,6 +246,22 @@ def damaged(directory: object, problems: list[str]) -> CheckpointError:
     return CheckpointError(f"{directory} is damaged: {'; '.join(problems)}. Nothing was loaded; use another checkpoint")
 
 
+def trouble(directory: Path, share: int, readers: int, identity: str | None = None) -> tuple[str, str] | None:
+    """Return why *directory* is not the checkpoint of this *identity*, if so: ``lacking`` or ``damaged``, and the text.
+
+    Of its files every one of *readers* reads its *share*.
+    """
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        return ("damaged" if directory.exists() else "lacking"), str(error)
+    if identity not in (None, manifest.id):
+        return "lacking", f"{directory} is another checkpoint of this name"
+    problems = size_problems(directory, manifest)
+    problems = problems or content_problems(directory, manifest, sorted(manifest.files)[share::readers])
+    return ("damaged", str(damaged(directory, problems))) if problems else None
+
+
 def plain(value: Any) -> Any:
     """*value* with NumPy scalars as Python numbers, which a weights-only load accepts."""
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():

@@ -17,6 +17,7 @@ from orc.runtime.checkpoint.format.layout import (
     locate,
     read_manifest,
     size_problems,
+    trouble,
 )
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
 from orc.runtime.checkpoint.replication.sites import Sites
@@ -130,22 +131,6 @@ def provide(
         barrier.hold("load_state (copying)", error, agree_on_no_error, timeout_s=max(barrier.timeout_s, _PATIENCE_S))
     local = locate(directory)
     return local, read_manifest(local)
-
-
-def trouble(directory: Path, share: int, readers: int, identity: str | None = None) -> tuple[str, str] | None:
-    """Return why *directory* is not the checkpoint of this *identity*, if so: ``lacking`` or ``damaged``, and the text.
-
-    Of its files every one of *readers* reads its *share*.
-    """
-    try:
-        manifest = read_manifest(directory)
-    except CheckpointError as error:
-        return ("damaged" if directory.exists() else "lacking"), str(error)
-    if identity not in (None, manifest.id):
-        return "lacking", f"{directory} is another checkpoint of this name"
-    problems = size_problems(directory, manifest)
-    problems = problems or content_problems(directory, manifest, sorted(manifest.files)[share::readers])
-    return ("damaged", str(damaged(directory, problems))) if problems else None
 
 
 def _holders(sites: Sites, troubles: list[Any]) -> tuple[list[int], list[str]]:

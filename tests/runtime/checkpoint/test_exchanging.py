@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.layout import MARK, NAME, Manifest, read_manifest
+from orc.runtime.checkpoint.format.layout import MARK, NAME, Manifest, read_manifest, trouble
 from orc.runtime.checkpoint.replication import relay as relay_module
 from orc.runtime.checkpoint.replication import replicas, sites
 from orc.runtime.checkpoint.replication.relay import Relay
@@ -433,23 +433,23 @@ def checkpoint(directory, identity="0af3", **contents):
 
 def test_what_keeps_a_site_from_having_a_checkpoint_is_told_apart(tmp_path):
     folder = tmp_path / "c"
-    trouble = lambda sites=SEVERAL: replicas.trouble(folder, *sites.share, "0af3")  # noqa: E731
-    assert trouble() == ("lacking", f"{folder}: there is no such checkpoint")
+    told = lambda sites=SEVERAL: trouble(folder, *sites.share, "0af3")  # noqa: E731
+    assert told() == ("lacking", f"{folder}: there is no such checkpoint")
     checkpoint(folder, a=b"1", b=b"2", c=b"3")
-    assert trouble() is None
-    assert replicas.trouble(folder, *SEVERAL.share, "0af4") == (
+    assert told() is None
+    assert trouble(folder, *SEVERAL.share, "0af4") == (
         "lacking",
         f"{folder} is another checkpoint of this name",
     )
     (folder / "b").write_bytes(b"x")
     advice = ". Nothing was loaded; use another checkpoint"
-    assert trouble() is None, "the other rank of the site reads this one"
+    assert told() is None, "the other rank of the site reads this one"
     wrong = f"{folder} is damaged: b does not hold what was saved (checksum differs){advice}"
-    assert trouble(Sites(1, SEVERAL.of_rank)) == ("damaged", wrong)
+    assert told(Sites(1, SEVERAL.of_rank)) == ("damaged", wrong)
     (folder / "c").unlink()
-    assert trouble(Sites(1, SEVERAL.of_rank)) == ("damaged", f"{folder} is damaged: c is missing{advice}")
+    assert told(Sites(1, SEVERAL.of_rank)) == ("damaged", f"{folder} is damaged: c is missing{advice}")
     (folder / NAME).write_bytes(b"")
-    assert trouble()[0] == "damaged"
+    assert told()[0] == "damaged"
 
 
 def test_who_holds_it_is_who_has_no_trouble_on_any_of_its_ranks():

@@ -17,8 +17,8 @@ from torch import nn
 from orc.runtime.checkpoint import load
 from orc.runtime.checkpoint import verified as verifying
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
+from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.layout import NAME, Manifest, read_manifest
-from orc.runtime.checkpoint.replication import replicas
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.state import rng
 from orc.runtime.checkpoint.storage import copying
@@ -103,7 +103,7 @@ def test_the_ranks_share_out_the_files(tmp_path, monkeypatch):
         asked.append((directory, given, list(names)))
         return []
 
-    monkeypatch.setattr(replicas, "content_problems", contents)
+    monkeypatch.setattr(layout, "content_problems", contents)
     for rank in range(3):
         table = Table()
         assert verify(context(rank=rank, world_size=3), table, tmp_path / "c") == manifest
