@@ -15,7 +15,8 @@ from orc.orchestrator.api.call import PREFIX
 from orc.orchestrator.client import Client
 from orc.orchestrator.service import errors, slow_reads
 from orc.orchestrator.service.api import ROUTERS, TOP_ROUTERS
-from orc.orchestrator.service.audit import Audit, Lines, intend
+from orc.orchestrator.service.audit import Audit, intend
+from orc.orchestrator.service.audit_lines import Lines
 from orc.orchestrator.service.auth import guard, role_of_route
 from orc.orchestrator.service.context import Service
 from orc.orchestrator.service.event_feed import EventFeed

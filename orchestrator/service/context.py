@@ -16,7 +16,7 @@ from orc.orchestrator.service.settings import Settings
 
 if TYPE_CHECKING:
     from orc.orchestrator.engine.reconciler_threads import ReconcilerStatus
-    from orc.orchestrator.service.audit import Lines
+    from orc.orchestrator.service.audit_lines import Lines
     from orc.orchestrator.service.event_feed import EventFeed
     from orc.orchestrator.service.log_feed import LogFeeds
     from orc.orchestrator.service.metrics import ServiceMetrics
