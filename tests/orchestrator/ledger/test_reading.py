@@ -140,7 +140,7 @@ def test_a_row_is_all_that_a_list_shows_in_one_look(ledger, put, clock, looks):
         *({"t": "1", "u": "2"}, now),
     )
     assert old[13:] == new[13:] == ("", "", 0, None, None, None, None, None, 1, 0, {}, None)
-    assert looks == [5]
+    assert looks == [4]
 
 
 def test_hosts_of_a_row_are_those_of_the_newest_attempt(ledger, put):
