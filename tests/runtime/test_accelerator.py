@@ -177,8 +177,8 @@ def test_attributes_in_one_process(tmp_path):
     assert (accelerator.mixed_precision, accelerator.sync_gradients, accelerator.use_distributed) == ("no", True, False)
     assert (accelerator.step, accelerator.optimizer_step_was_skipped) == (0, False)
     assert (accelerator.project_dir, accelerator.logging_dir) == (tmp_path, tmp_path)
-    assert (accelerator.split_batches, accelerator.rng_types, accelerator.scaler) == (True, ("torch",), None)
-    assert Accelerator().rng_types == ("generator",)
+    assert (accelerator.split_batches, accelerator.rng_types, accelerator.scaler) == (True, ["torch"], None)
+    assert Accelerator().rng_types == ["generator"]
 
 
 @pytest.mark.distributed
