@@ -46,9 +46,9 @@ def upgrade(url: str, version: str | None) -> None:
     try:
         if version is not None and version not in known:
             raise LedgerError(
-                f"the ledger has schema version {version!r}, this orc knows {HEAD!r} and older",
+                f"the ledger has schema version {version!r}, this orc has {HEAD!r}",
                 where=engine.url.render_as_string(hide_password=True),
-                hint="a newer orc wrote it: upgrade orc, or point ORC_STATE_DIR to another directory",
+                hint=f"{_writer_of(version)}, or point ORC_STATE_DIR to another directory",
             )
         with engine.connect() as connection:
             _lock(connection)
@@ -62,6 +62,12 @@ def upgrade(url: str, version: str | None) -> None:
         raise _failed(engine, error) from error
     finally:
         engine.dispose()
+
+
+def _writer_of(version: str) -> str:
+    if version.isdecimal() and version < HEAD:  # migrations begin with the first release
+        return "a development version from before the first release wrote it: let that end its jobs"
+    return "a newer orc wrote it: upgrade orc"
 
 
 def _lock(connection: sa.Connection) -> None:

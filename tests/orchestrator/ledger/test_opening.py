@@ -194,14 +194,15 @@ def test_another_programs_database_is_refused_and_left_alone(tmp_path):
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("notes",)]
 
 
-def test_a_ledger_of_a_newer_orc_is_refused_and_left_alone(tmp_path):
+@pytest.mark.parametrize(("written", "hint"), [("9999", "upgrade orc"), ("0001", "before the first release")])
+def test_a_ledger_of_an_unknown_schema_is_refused_and_left_alone(tmp_path, written, hint):
     open_database(tmp_path).close()
     with sqlite3.connect(tmp_path / "ledger.db") as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
-    with pytest.raises(LedgerError, match="'9999'") as caught:
+        connection.execute("UPDATE alembic_version SET version_num = ?", (written,))
+    with pytest.raises(LedgerError, match=f"'{written}'") as caught:
         open_database(tmp_path)
-    assert "upgrade orc" in caught.value.hint
-    assert version(tmp_path / "ledger.db") == "9999"
+    assert hint in caught.value.hint
+    assert version(tmp_path / "ledger.db") == written
 
 
 @pytest.mark.parametrize("where", ["/proc/orc-state", "/dev/null/state"])
