@@ -27,7 +27,7 @@ def numbers(batch):
 
 
 def one_epoch(kind, sizes, dispatch):
-    from orc.runtime import gather_for_metrics
+    from orc.runtime.collectives.metrics import gather_for_metrics
     from orc.runtime.data.prepare import prepare_data_loader
 
     ctx = current_context()

@@ -14,9 +14,9 @@ from orc.runtime import (
     TERecipeKwargs,
 )
 from orc.runtime.core import fp8_settings
-from orc.runtime.core.config import ConfigError, to_env
+from orc.runtime.core.config import PRECISIONS, ConfigError, to_env
 from orc.runtime.core.fp8_recipes import resolve_recipe
-from orc.runtime.parallel.precision import PRECISIONS, precision_for
+from orc.runtime.parallel.precision import precision_for
 
 DEPRECATED = pytest.mark.filterwarnings("ignore:FP8RecipeKwargs is deprecated")
 
