@@ -84,7 +84,7 @@ failures() { # failures NAME: the tests of this part that failed, a line each
 }
 
 rm -f .coverage .coverage.*
-lanes=("hosts-e2e e2e" "hosts runtime" "slurm runtime-parallel" "orchestrator kubernetes checkpoint") # beside main: about as long as it
+lanes=("hosts-e2e e2e checkpoint" "hosts runtime" "slurm runtime-parallel" "orchestrator kubernetes") # beside main: about as long as it
 set -m # a process group each, so that it can be ended as a whole
 for parts in "${lanes[@]}"; do
   lane "$parts" "$@" &
