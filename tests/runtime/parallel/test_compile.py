@@ -60,7 +60,7 @@ def test_a_compiled_model_trains_like_the_plain_one(made, precision):
     output = train(accelerator, model)
     assert torch._dynamo.utils.counters["frames"]["ok"] >= 1
     assert not torch._dynamo.utils.counters["graph_break"], "autocast is part of the graph"
-    other = Accelerator()
+    other = Accelerator(gradient_accumulation_steps=2)
     assert output.dtype == torch.float32
     torch.testing.assert_close(output, train(other, other.prepare(plain)), rtol=1e-2, atol=1e-2)
     assert list(accelerator.get_state_dict(model)) == list(plain.state_dict())
