@@ -208,6 +208,7 @@ class Accelerator(AcceleratorAttributes):
 
     def __getstate__(self) -> dict[str, Any]:
         # What it was made with, for a worker process that gets a function which mentions it. Models and trackers stay.
+        self._accumulation.take_over()
         plain = {name: getattr(self, name) for name in ("parallelism_config", "dynamo_plugin")}
         return {**plain, "ctx": self.ctx, "options": self._options}
 
@@ -345,8 +346,8 @@ class Accelerator(AcceleratorAttributes):
         """
         from orc.runtime.train.join import join_uneven_inputs
 
-        loaders, normalizer = self._prepared.dataloaders, self._engine.normalizer
-        return join_uneven_inputs(self.ctx, joinables, even_batches, self.even_batches, loaders, normalizer)
+        own = self._accumulation, joinables, even_batches, self.even_batches
+        return join_uneven_inputs(self.ctx, *own, self._prepared.dataloaders, self._engine.normalizer)
 
     def maybe_context_parallel(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import select
 import ssl
 import time
 import uuid
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _CONNECT_S = 10.0
 _IDLE_S = 5.0  # how long a connection is kept: services and what is in between forget those that are silent
+_MOST_IDLE = 20
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -96,7 +98,7 @@ class Connections:
         while self._idle:
             with suppress(IndexError):  # another thread was faster
                 connection, since = self._idle.pop()
-                if time.monotonic() - since < _IDLE_S:
+                if time.monotonic() - since < _IDLE_S and not _has_ended(connection):
                     return connection
                 connection.close()
         return None
@@ -119,8 +121,12 @@ class Connections:
         return connection
 
     def _give_back(self, connection: HTTPConnection) -> None:
+        now = time.monotonic()
         if connection.sock is not None:  # the service has not closed it
-            self._idle.append((connection, time.monotonic()))
+            self._idle.append((connection, now))
+        with suppress(IndexError):
+            while len(self._idle) > _MOST_IDLE or now - self._idle[0][1] >= _IDLE_S:
+                self._idle.pop(0)[0].close()
         if self._closed:
             self.close()
 
@@ -130,6 +136,13 @@ class Connections:
         while self._idle:
             with suppress(IndexError):
                 self._idle.pop()[0].close()
+
+
+def _has_ended(connection: HTTPConnection) -> bool:
+    """Return whether the other side has closed an idle connection: then there is its end to read."""
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _trust(login: Login) -> ssl.SSLContext:

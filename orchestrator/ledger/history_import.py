@@ -225,7 +225,10 @@ class _Import:
         if table.name == "attempts":
             columns = ("id", "cluster", "owner", "project", "backend", "spec")
             jobs = {job["id"]: job for job in self._stored("jobs", columns, "id", [row["job_id"] for row in fresh])}
-            fresh = [row | columns_of_attempt(jobs[row["job_id"]], len(json.loads(row["hosts"]))) for row in fresh]
+            try:
+                fresh = [row | columns_of_attempt(jobs[row["job_id"]], len(json.loads(row["hosts"]))) for row in fresh]
+            except (AttributeError, TypeError, ValueError) as error:
+                raise self._refused(f"the specification of a job is none: {error}") from None
         return fresh
 
     def _holds(self, job_id: str) -> bool:

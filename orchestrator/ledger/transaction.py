@@ -91,9 +91,10 @@ class Transaction:
         """
         found = select_jobs(self.connection, "j.id, j.revision, j.spec", [job.id for job, _, _ in attempts])
         specs = {job_id: spec for job_id, _, spec in found}
+        current = {(job_id, revision) for job_id, revision, _ in found}
         batch, rows, histories = Batch(), [], []
         for job, _, _ in attempts:
-            if (job.id, job.revision) not in {row[:2] for row in found}:
+            if (job.id, job.revision) not in current:
                 raise Conflict(job.id)
         for job, marker, plan_digest in attempts:
             number = job.number + 1

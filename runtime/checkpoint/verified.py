@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
@@ -42,9 +42,14 @@ def verify(context: RunContext, barrier: Barrier, directory: Path) -> Manifest:
         CheckpointError: on every rank, with everything that is missing, cut off or changed.
     """
     failure = trouble(directory, context.rank, context.world_size)
-    error = None if failure is None else failure[1]
+    error, manifest = None if failure is None else failure[1], None
+    if error is None:
+        try:
+            manifest = read_manifest(directory)  # before the barrier: all go on with what they have read, or none
+        except CheckpointError as changed:
+            error = str(changed)
     barrier.hold("load_state (verifying)", error, _first_text, timeout_s=max(barrier.timeout_s, READ_PATIENCE_S))
-    return read_manifest(directory)
+    return cast(Manifest, manifest)  # an error has been raised
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,12 +57,22 @@ class GradientRecord:
         return None if self._owner is None else self._owner()
 
     def serve(self, owner: Accumulation | None) -> None:
-        """Put the settings of *owner* in force, for `None` the defaults; the owner before keeps its own."""
+        """Put settings and decision of *owner* in force, for `None` the defaults and what was decided last.
+
+        The owner before keeps its own.
+        """
         if (before := self.owner) is not None:
-            before.settings = self.settings()
+            before.settings, before.sync_gradients = self.settings(), self.sync_gradients
         self._owner = None if owner is None else weakref.ref(owner)
+        self.sync_gradients = self.sync_gradients if owner is None else owner.sync_gradients
         for name, value in (GradientRecord().settings() if owner is None else owner.settings).items():
             setattr(self, name, value)
+
+    def of(self, owner: Accumulation | None) -> Self:
+        """Return the record with what *owner* has decided; as it is for `None`."""
+        if owner is not None:
+            owner.take_over()
+        return self
 
     @property
     def current(self) -> PreparedLoader | None:
@@ -91,6 +101,7 @@ class GradientRecord:
 
     def reset(self) -> None:
         """Back to no accumulation and no loader."""
+        self._owner = None
         self.num_steps, self.sync_gradients, self.current = 1, True, None
         self.sync_with_dataloader, self.sync_each_batch, self.adjust_scheduler = True, False, True
         self.active.clear()
@@ -131,13 +142,13 @@ class Accumulation:
         no_sync: makes a block in which the gradients of a model stay local; nothing with one process.
     """
 
-    __slots__ = ("__weakref__", "_gradient", "_no_sync", "settings", "step")
+    __slots__ = ("__weakref__", "_gradient", "_no_sync", "settings", "step", "sync_gradients")
 
     def __init__(self, gradient: GradientRecord, no_sync: NoSync | None) -> None:
         self._gradient = gradient
         self._no_sync = no_sync
         self.step = 0
-        self.settings = gradient.settings()
+        self.settings, self.sync_gradients = gradient.settings(), gradient.sync_gradients
         gradient.serve(self)
 
     def take_over(self) -> GradientRecord:

@@ -52,7 +52,7 @@ class Options:
     step_scheduler_with_optimizer: bool
     dataloader: DataLoaderConfiguration
     project: ProjectConfiguration
-    accumulation: GradientAccumulationPlugin | None  # None: nothing said, what is in force stays
+    accumulation: GradientAccumulationPlugin | None  # None: the variables decide, or the defaults
     rng_types: tuple[str, ...]
     scaler: GradScalerKwargs
     process_group: InitProcessGroupKwargs

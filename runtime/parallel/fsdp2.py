@@ -98,9 +98,10 @@ class FSDP2(sharding.FullySharded):
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed import fsdp
 
-    return isinstance(model, FSDPModule)
+    kind = getattr(fsdp, "FSDPModule", None)  # torch 2.6
+    return kind is not None and isinstance(model, kind)
 
 
 def _prefetch(model: nn.Module, chosen: list[Any]) -> None:

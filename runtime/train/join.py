@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from orc.runtime.core.accumulation import Accumulation
     from orc.runtime.core.context import RunContext
     from orc.runtime.train.normalize import LossNormalizer
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def join_uneven_inputs(
     ctx: RunContext,
+    accumulation: Accumulation,
     joinables: Sequence[Any],
     even_batches: bool | None,
     configured: bool,
@@ -37,19 +39,18 @@ def join_uneven_inputs(
         )
         yield
         return
-    gradient = ctx.gradient
-    each_batch = gradient.sync_each_batch
+    each_batch = accumulation.take_over().sync_each_batch
     even = configured if even_batches is None else even_batches
     restore = [] if even_batches is None else _override(loaders, even_batches)
     if not even:
         # A process ends its window with its last batch. Where the others go on they would be waited for in vain, so all
         # answer every batch; what is averaged is the same.
-        gradient.sync_each_batch = normalizer.uneven = True
+        accumulation.take_over().sync_each_batch = normalizer.uneven = True
     try:
         with Join(inner, enable=not even, throw_on_early_termination=False):
             yield
     finally:
-        gradient.sync_each_batch, normalizer.uneven = each_batch, False
+        accumulation.take_over().sync_each_batch, normalizer.uneven = each_batch, False
         for undo in restore:
             undo()
 

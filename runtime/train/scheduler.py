@@ -63,7 +63,7 @@ class AcceleratedScheduler:
         self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
-        self._gradient = gradient
+        self._gradient, self._accumulation = gradient, gradient.owner  # of the Accelerator that prepares it
         self._advance = 1 if split_batches else num_processes
         self._counts = hasattr(scheduler, "_step_count")  # some of torch's have none
         self._ends = getattr(scheduler, "total_steps", None) is not None  # torch's raise beyond their last step
@@ -75,8 +75,9 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             scheduler.step(*args, **kwargs)
             return
-        if not self._gradient.sync_gradients:
-            if self._counts and self._gradient.adjust_scheduler:
+        gradient = self._gradient.of(self._accumulation)
+        if not gradient.sync_gradients:
+            if self._counts and gradient.adjust_scheduler:
                 scheduler._step_count += 1
             return
         for optimizer in self._can_skip:
@@ -109,7 +110,8 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_gradient"}  # the run's
+        here = ("_gradient", "_accumulation")  # of the run
+        return {name: value for name, value in self.__dict__.items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from orc.runtime.core.context import current_context
@@ -117,11 +119,12 @@ class AcceleratedScheduler:
         self.__dict__.update(state)
         gradients = [optimizer._gradient for optimizer in self.optimizers if hasattr(optimizer, "_gradient")]
         self._gradient = gradients[0] if gradients else current_context().gradient
+        self._accumulation = self._gradient.owner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        twin._gradient = self._gradient  # of the same run
+        twin._gradient, twin._accumulation = self._gradient, self._accumulation  # of the same run
         return twin
 
     def __repr__(self) -> str:

@@ -164,7 +164,11 @@ class Placement:
             CheckpointError: there is no room on the disk.
             ValueError: a weight for the disk is in no file, and there is no folder.
         """
-        own = {name: value for name, value in self.model.state_dict(keep_vars=True).items() if name in weights}
+        # The state dict has the names; a model may put copies there.
+        real: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        real |= dict(self.model.named_buffers(remove_duplicate=False))
+        state = self.model.state_dict(keep_vars=True)
+        own = {name: real.get(name, value) for name, value in state.items() if name in weights}
         away = {name for name in own if self._device(name) == "disk"}
         for name in away:
             source, dtype = weights[name]

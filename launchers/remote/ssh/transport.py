@@ -40,9 +40,9 @@ umask 077; names=$(mktemp -d) || exit
 trap 'xargs -0 -r rm -f -- <"$names/parts"; rm -rf -- "$names"' EXIT; trap 'exit 1' HUP INT TERM
 head -c "$1" >"$names/parts" && head -c "$2" >"$names/moves" && test "$(wc -c <"$names/moves")" -eq "$2" &&
 tar -xPpmf - --no-same-owner --no-overwrite-dir && xargs -0 -r sync -- <"$names/parts" &&
-xargs -0 -r -n 2 mv -fT -- <"$names/moves"
+xargs -0 -r -n 2 mv -fvT -- <"$names/moves"
 """
-_MOST_FILES = 500  # in one command, which says nothing until it has moved them
+_MOST_FILES = 100  # in one command, which says nothing until they are on the disk
 _MKDIR = 'umask "$2"; mkdir -p -- "$1"'
 # Not `tail | head`, whose status is that of the last: an error in the middle would look like the end of the file.
 # A FIFO or a device, which could be waited for for ever, is as if not there.
@@ -115,7 +115,7 @@ class SshTransport(Transport):
         )
 
     def write_many(self, files: Sequence[WholeFile], directories: Sequence[str] = ()) -> None:
-        """See `Transport.write_many`. One command for some hundred files."""
+        """See `Transport.write_many`. One command for a hundred files."""
         token = secrets.token_hex(6)
         entries = [*map(_directory, directories), *(_part(file, token) for file in files)]
         for start in range(0, len(entries), _MOST_FILES):

@@ -149,7 +149,8 @@ class ShardLayout:
         held: dict[str, list[_Held]] = {}
         for ranks in alike.values():
             items, paths = plans[ranks[0]][0]
-            self._paths = {name: tuple(path) for name, path in paths.items()} | self._paths
+            for name, path in paths.items():
+                self._paths.setdefault(name, tuple(path))
             # Rows of numbers, a column for each rank: those of one tensor lie side by side.
             boxes, row = np.stack([_unpacked(plans[rank][1]) for rank in ranks], axis=1), 0
             for position, (name, dtype, size) in enumerate(items):
@@ -197,6 +198,12 @@ class _Held:
     position: int
     boxes: Array
 
+    def is_whole(self) -> bool:
+        """Return whether each rank holds all of a tensor."""
+        offsets, sizes = self.boxes[: len(self.size)], self.boxes[len(self.size) :]
+        whole = np.array(self.size, np.int64)[:, None]
+        return self.dtype is not None and not offsets.any() and bool((sizes == whole).all())
+
 
 def _written(name: str, held: Sequence[_Held], load: Array, cuts: set[Any]) -> Parts:
     """Return the parts of a value, each of one rank: of those that hold it the one with the least *load*.
@@ -206,7 +213,9 @@ def _written(name: str, held: Sequence[_Held], load: Array, cuts: set[Any]) -> P
     """
     dtype, size = held[0].dtype, held[0].size
     if any((other.dtype, other.size) != (dtype, size) for other in held):
-        raise ValueError(f"{name} is of several kinds or sizes")
+        if not all(other.dtype == dtype and other.is_whole() for other in held):
+            raise ValueError(f"{name} is of several kinds or sizes")
+        held = held[:1]  # a buffer that each rank has for itself: that of the first is kept
     ranks = np.concatenate([each.ranks for each in held])
     positions = np.concatenate([np.full(len(each.ranks), each.position) for each in held])
     offsets, sizes = np.concatenate([each.boxes for each in held], axis=1).reshape(2, len(size), len(ranks))

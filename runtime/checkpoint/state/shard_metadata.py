@@ -97,7 +97,7 @@ def metadata_bytes(
     ]
     names = np.array([pickled.number(name) for name in files])
     rest = [[pickled.get(value)] for value in (dict(paths), StorageMeta(modules=[PLAIN]), _VERSION)]
-    number = pickled.number("end")  # of the last object so far
+    number = pickled.number([])  # of the last object so far: this one
     tensors: list[Piece] = [b"}("]
     places: list[Piece] = [b"}("]
     for parts, (name, kind, size), cut, (file, begin, length) in zip(every, heads, cuts, stored, strict=True):

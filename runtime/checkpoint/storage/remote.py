@@ -188,6 +188,8 @@ def read_manifest(directory: Remote) -> Manifest:
             f"{directory} has no {NAME}: there is no complete checkpoint. Either saving it was interrupted, or it was "
             "written by another program"
         ) from None
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory / NAME} cannot be read: {error}") from None
 

@@ -247,6 +247,7 @@ def test_what_is_something_else_here_is_refused_and_nothing_is_changed(source, t
         (lambda t: re.sub('"amount":4.0,?|,"amount":4.0', "", t), "'amount' is missing"),
         (lambda t: t.replace('"ended"', '"../ended"'), "not a job id"),
         (lambda t: change(t, "attempts", state="FINE"), "not a state"),
+        (lambda t: change(t, "jobs", spec="[]"), "the specification of a job is none"),
         (lambda t: change(t, "events", job_id="nobody"), "which is not in the file"),
         (lambda t: change(t, "job_tags", job_id="pruned"), "which is not in the file"),
     ],

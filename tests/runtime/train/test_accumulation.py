@@ -1,5 +1,7 @@
 """Gradient accumulation: the documented toy problem, when gradients synchronise, and what that costs."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -276,3 +278,21 @@ def test_the_gradient_state_shows_the_plugin_and_the_loaders():
     loader = accelerator.prepare(DataLoader(torch.arange(2), batch_size=1))
     assert [state.active_dataloader is loader for _ in loader] == [True, True]
     assert state.dataloader_references == [None]
+
+
+def test_windows_of_two_accelerators_may_lie_within_each_other():
+    first, second = Accelerator(gradient_accumulation_steps=4), Accelerator()
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    one = first.prepare(torch.optim.SGD(models[0].parameters(), lr=0.1))
+    other = second.prepare(torch.optim.SGD(models[1].parameters(), lr=0.1))
+    rates = [torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1) for optimizer in (one, other)]
+    schedules = first.prepare(rates[0]), second.prepare(rates[1])
+    for _ in range(4):
+        with first.accumulate(models[0]), second.accumulate(models[1]):
+            for accelerator, model in zip((first, second), models, strict=True):
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+            for part in (one, other, *schedules):
+                part.step()
+    assert (one.steps, other.steps) == (1, 4)
+    assert [rate.last_epoch for rate in rates] == [1, 4]
+    assert copy.copy(first).gradient_accumulation_steps == 4

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.distributed
 def train(accelerator, loader, model, even_batches):
     """One epoch; the batches this process saw."""
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    Accelerator()  # which has settings of its own
     seen = 0
     with accelerator.join_uneven_inputs([model], even_batches=even_batches):
         for (x,) in loader:

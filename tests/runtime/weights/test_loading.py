@@ -117,3 +117,15 @@ def test_every_name_that_does_not_fit_is_listed(tmp_path):
         load_checkpoint_in_model(nn.ModuleDict(layers), saved(tmp_path, Net()), strict=True)
     names = [f"{name}.weight" for name in layers] + list(Net().state_dict())
     assert [name for name in names if name not in str(error.value)] == []
+
+
+def test_weights_reach_the_parameters_of_a_model_whose_state_dict_has_copies(tmp_path):
+    model = Net()
+    path = saved(tmp_path, model)
+    for dtype in (None, torch.float64):
+        other = Net()
+        other.register_state_dict_post_hook(
+            lambda module, state, prefix, local: state.update({name: value.clone() for name, value in state.items()})
+        )
+        load_checkpoint_in_model(other, path, dtype=dtype)
+        torch.testing.assert_close(other.last.weight, model.last.weight, check_dtype=False)

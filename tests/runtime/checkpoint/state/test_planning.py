@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.replication.barrier import Barrier
 from orc.runtime.checkpoint.state.planning import ShardLayout, ShardPlans, _boxes, _kinds
+from orc.runtime.checkpoint.state.shard_metadata import PLAIN
 from orc.runtime.core.store import LocalStore
 
 RANKS = 4
@@ -216,3 +217,18 @@ def test_the_metadata_is_the_one_that_torch_would_write(plans):
 def test_parts_that_do_not_make_up_a_tensor_are_refused(parts, reason):
     with pytest.raises(ValueError, match=f"a .*{reason}"):
         layout_of(*(plan(a=part) for part in parts))
+
+
+def test_of_tensors_that_ranks_have_for_themselves_the_first_is_kept():
+    layout = layout_of(plan(a=box([0], [8], [8])), plan(a=box([0], [6], [6])))
+    assert layout.chosen == [None, []]
+
+
+def test_names_of_one_process_may_be_any_words():
+    ranks = Ranks(1)
+    ranks.agree([{**state(30), "end": torch.zeros(2)}])
+    (plans,) = ranks.plans
+    plans.lengths["f"] = [100] * len(plans.values["f"])
+    metadata = pickle.loads(plans.metadata([plans.report()])["f"])  # which this test has made
+    assert metadata.storage_meta.modules == [PLAIN]
+    assert "model.end" in metadata.state_dict_metadata
