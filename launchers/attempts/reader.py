@@ -37,6 +37,7 @@ class AttemptRecords:
     heartbeats: Mapping[int, Record] = field(default_factory=dict)
     exits: Mapping[int, Record] = field(default_factory=dict)
     stop: Record | None = None  # what the first node to stop told the others
+    restart: int = 0  # the incarnation that the records belong to
 
     @property
     def nnodes(self) -> int:
@@ -48,11 +49,6 @@ class AttemptRecords:
         """Return whether values of secrets were brought for it."""
         return bool((self.config or {}).get("secrets"))
 
-    @cached_property
-    def restart(self) -> int:
-        """Return the incarnation that the records belong to, from 0."""
-        return max((int(lease.get("restart", 0)) for lease in self.leases.values()), default=0)
-
     @property
     def complete(self) -> bool:
         """Return whether every node has an exit record."""
@@ -63,6 +59,12 @@ class AttemptRecords:
     def hosts(self) -> tuple[str, ...]:
         """Host names in node order, as far as nodes have started."""
         return tuple(str(lease.get("host", "")) for _, lease in sorted(self.leases.items()))
+
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """Host names of the nodes that have started in this incarnation and left no exit record."""
+        own = _of(self.restart, self.leases)
+        return tuple(str(lease.get("host")) for node, lease in sorted(own.items()) if node not in self.exits)
 
     @property
     def started_at(self) -> float | None:
@@ -88,6 +90,7 @@ class AttemptRecords:
         stall = next((str(beat["stall"]) for beat in beats if beat.get("stall")), "")
         return {**newest, "stall": stall} if stall else newest
 
+    @cached_property
     def verdict(self) -> AttemptExit | None:
         """The merged exit records; `None` while there is nothing to judge by.
 
@@ -143,6 +146,7 @@ def read_attempts(
             leases=by_name["lease"],
             heartbeats=_of(restart, by_name["heartbeat"]),
             exits=_of(restart, by_name["exit"]),
+            restart=restart,
         )
     stop_paths = {d: f"{d}/stop-r{r.restart}.json" for d, r in found.items() if r.leases and not r.complete}
     stops = _read(transport, stop_paths.values(), NODE_RECORD_BYTES) if stop_paths else {}

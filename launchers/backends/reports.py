@@ -44,6 +44,7 @@ class PartitionReport:
     limit_s: float | None  # the longest time limit; `None` for no bound
     gres: tuple[str, ...] = ()  # per node, like ``gpu:a100:4``; one for each sort of node that has some
     gres_nodes: tuple[int, ...] = ()  # how many nodes have each of them
+    most_cpus: int = 0  # of its largest node; 0 where the cluster does not say
 
     @property
     def resources(self) -> tuple[str, ...]:

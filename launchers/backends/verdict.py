@@ -28,7 +28,7 @@ def observe(records: AttemptRecords, *, alive: bool, lost: str = "its agents are
             return Observation(Phase.PENDING, reason="starting", **common)
         waiting = next((state for state in records.states if state in ("setup", "waiting")), "")
         return Observation(Phase.RUNNING, reason=waiting, **common)
-    verdict = records.verdict()
+    verdict = records.verdict
     if verdict is None or (verdict.succeeded and not records.complete) or verdict.cause is Cause.NODE_FAILURE:
         reason = verdict.reason if verdict and verdict.reason else lost
         return Observation(Phase.LOST, Cause.NODE_FAILURE, reason, verdict, ended_at=records.last_sign, **common)

@@ -333,7 +333,7 @@ def verdict(sizes: tuple[int, ...] = (100, 300, 1000), ranks: int = 8) -> list[R
                     Path(directory, f"node-{node}", f"{name}.json").write_text(json.dumps(record))
             transport = Counting()
             spent = time.process_time()
-            found = read_attempts(transport, [directory])[directory].verdict()
+            found = read_attempts(transport, [directory])[directory].verdict
             spent = time.process_time() - spent
             assert found is not None
             assert found.first_failure is not None

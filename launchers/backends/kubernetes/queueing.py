@@ -48,7 +48,9 @@ def _partition(nodes: Sequence[Any], busy: Collection[str]) -> PartitionReport:
     free = sum(count for count, ok in zip(cpus, idle, strict=True) if ok)
     state, found = "up" if any(usable) else "drain", devices(nodes)
     gres = (tuple(found), tuple(found.values()))
-    return PartitionReport("nodes", False, state, len(nodes), sum(idle), sum(cpus), free, None, *gres)
+    return PartitionReport(
+        "nodes", False, state, len(nodes), sum(idle), sum(cpus), free, None, *gres, max(cpus, default=0)
+    )
 
 
 def devices(nodes: Sequence[Any]) -> Counter[str]:

@@ -95,7 +95,7 @@ def judge(job: Job | None, records: AttemptRecords | None, *, age_s: float, cost
     phase, cause, reason = _end(job, records)
     if cost:
         reason = f"{reason}; {cost}" if reason else cost
-    verdict = records.verdict() if records else None
+    verdict = records.verdict if records else None
     return Observation(
         phase,
         cause,
@@ -127,7 +127,7 @@ def _going_on(job: Job, records: AttemptRecords | None) -> Observation:
 
 
 def _end(job: Job, records: AttemptRecords | None) -> tuple[Phase, Cause | None, str]:
-    verdict = records.verdict() if records else None
+    verdict = records.verdict if records else None
     if job.status == "Completed":
         return Phase.SUCCEEDED, None, f"model: {job.model}" if job.model else ""
     if job.status == "Stopped":
@@ -142,7 +142,7 @@ def _end(job: Job, records: AttemptRecords | None) -> tuple[Phase, Cause | None,
 
 
 def _failure(job: Job, records: AttemptRecords | None) -> tuple[Phase, Cause, str]:
-    verdict = records.verdict() if records else None
+    verdict = records.verdict if records else None
     kind, line = split_reason(job.reason)
     # Of an `AlgorithmError` the text is that of the training: its capacity or quota is none of SageMaker.
     low = job.reason.lower() if kind != "AlgorithmError" else ""

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
     from orc.launchers.backends.slurm.queue_rows import JobRow
     from orc.launchers.backends.slurm.submission import Submitter
-    from orc.launchers.backends.slurm.verdict import AgentEvidence
     from orc.launchers.remote.transport import Transport
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
@@ -270,12 +269,11 @@ class SlurmBackend(Backend):
             own = records[directory]
             seen[handle] = judge(
                 rows.get(handle),
-                _evidence(own),
+                own,
                 submitted_at=handle.submitted_at,
                 now=now,
                 lead_s=float((own.config or {}).get("backend", {}).get("notice_s", 0)) + EARLY_S,
                 asked_everyone=asked_everyone,
-                where=directory,
                 lost_after_s=LOST_AFTER_S if self.cluster.lost_after is None else float(self.cluster.lost_after),
             )
             if seen[handle].phase is Phase.FAILED and seen[handle].exit is None:
@@ -309,7 +307,7 @@ class SlurmBackend(Backend):
 
     def queue(self, handles: Sequence[Handle]) -> QueueReport:
         """Return the report of one sinfo, and of one ``squeue --start`` where there are attempts."""
-        partitions = self._client.inventory()
+        partitions = self._client.partitions()
         jobs = self._client.expected(handle.native_id for handle in handles) if handles else []
         ours = {(handle.native_id, handle.group or handle.marker): handle.marker for handle in handles}
         own = [(ours.get((job.native_id, job.marker)), job) for job in jobs]
@@ -372,23 +370,6 @@ def _of_login(settings: SlurmSettings, cluster: Cluster) -> SlurmSettings:
             hint="set options.login, or `run_as: service`",
         )
     return settings.model_copy(update={"login": settings.login.model_copy(update={"user": cluster.login})})
-
-
-def _evidence(records: AttemptRecords) -> AgentEvidence:
-    from orc.launchers.backends.slurm.verdict import AgentEvidence
-
-    current = [node for node, lease in records.leases.items() if int(lease.get("restart", 0)) == records.restart]
-    return AgentEvidence(
-        exit=records.verdict(),
-        restarts=records.restart,
-        hosts=records.hosts,
-        started_at=records.started_at,
-        progress=records.progress,
-        seen=bool(current),
-        silent=tuple(str(records.leases[node].get("host")) for node in current if node not in records.exits),
-        last_sign=records.last_sign,
-        cancelled=records.cancel is not None,
-    )
 
 
 def entries(

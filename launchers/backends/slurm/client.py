@@ -14,55 +14,23 @@ from orc.launchers.backends.slurm.options import SlurmSettings
 from orc.launchers.backends.slurm.queue_rows import (
     SACCT_FORMAT,
     SACCT_FORMAT_NEWER,
+    SINFO_FORMAT,
     SQUEUE_FORMAT,
     JobRow,
-    Partition,
-    duration,
     job_number,
+    number,
     parse_sacct,
+    parse_sinfo,
     parse_squeue,
-    read_partitions,
 )
 from orc.launchers.backends.slurm.verdict import waiting_reason
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
 from orc.launchers.remote.transport import Completed, Transport
 
-# P: partition, a: availability, D: nodes, A: nodes allocated/idle, C: cores allocated/idle/other/total, l: time limit,
-# G: generic resources. A line for each sort of node.
-SINFO_FORMAT = "%P|%a|%D|%A|%C|%l|%G"
 # i: job id, j: name, T: state, P: partition, D: nodes, S: start (expected, where it has not started), r: reason.
 START_FORMAT = "%i|%j|%T|%P|%D|%S|%r"
 
 _FIRST = re.compile(r"(\d+(?:_\d+)?)(?:\+0)?")  # of the components of a heterogeneous job the first
-
-
-def parse_sinfo(text: str) -> list[PartitionReport]:
-    """Return the partitions in ``sinfo --noheader --format=SINFO_FORMAT``, in order; other lines are left out."""
-    found: dict[str, PartitionReport] = {}
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split("|")]
-        if len(fields) != 7:
-            continue
-        name, state, nodes, use, cores, limit, gres = fields
-        plain = name.removesuffix("*")
-        before = found.get(plain)
-        _, idle_cores, _, all_cores = (_number(part) for part in [*cores.split("/"), "", "", "", ""][:4])
-        kinds = dict(zip(before.gres, before.gres_nodes, strict=True)) if before else {}
-        if gres not in ("", "(null)"):
-            kinds[gres] = kinds.get(gres, 0) + _number(nodes)
-        found[plain] = PartitionReport(
-            name=plain,
-            default=name.endswith("*"),
-            state=state,
-            nodes=_number(nodes) + (before.nodes if before else 0),
-            idle_nodes=_number(use.partition("/")[2]) + (before.idle_nodes if before else 0),
-            cpus=all_cores + (before.cpus if before else 0),
-            idle_cpus=idle_cores + (before.idle_cpus if before else 0),
-            limit_s=duration(limit),
-            gres=tuple(kinds),
-            gres_nodes=tuple(kinds.values()),
-        )
-    return list(found.values())
 
 
 def parse_expected(text: str) -> list[QueuedJob]:
@@ -81,16 +49,12 @@ def parse_expected(text: str) -> list[QueuedJob]:
                 native_id=job_id,
                 state=state,
                 partition=partition,
-                nodes=_number(nodes),
+                nodes=number(nodes),
                 reason=waiting_reason(row) if row.waiting else "",
                 starts_at=float(start) if start.isdigit() and start != "0" else None,
             )
         )
     return found
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdigit() else 0
 
 
 # Variables that change what the commands do or print: defaults of the user's shell, or of a job that submits a job.
@@ -250,13 +214,9 @@ class SlurmClient:
         """Return the version, ``slurm 22.05.8``. Raises `BackendError` when there is no Slurm here."""
         return self._run((self._settings.program("sbatch"), "--version"), self._settings.query_timeout).stdout.strip()
 
-    def partitions(self) -> dict[str, Partition]:
-        """Return the partitions by name; the default one is under ``""`` too."""
-        return read_partitions(self._ask("sinfo", "--exact", "--format=%P|%a|%D|%l|%c"))
-
-    def inventory(self) -> list[PartitionReport]:
+    def partitions(self) -> list[PartitionReport]:
         """Return the partitions as they are now, in sinfo's order."""
-        return parse_sinfo(self._ask("sinfo", f"--format={SINFO_FORMAT}"))
+        return parse_sinfo(self._ask("sinfo", "--exact", f"--format={SINFO_FORMAT}"))
 
     def expected(self, job_ids: Iterable[str]) -> list[QueuedJob]:
         """Return the pending and running ones of the jobs, with their expected start."""

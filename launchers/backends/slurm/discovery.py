@@ -80,7 +80,7 @@ def _ask(client: SlurmClient, transport: Transport) -> ClusterFacts:
         cluster=config.get("ClusterName", ""),
         version=version,
         accounting=accounting,
-        partitions=tuple(client.inventory()),
+        partitions=tuple(client.partitions()),
         account=account,
         accounts=accounts,
         python=python,

@@ -14,8 +14,8 @@ from orc.launchers.findings import Finding, worst_first
 from orc.launchers.oldest_python import python_problem
 
 if TYPE_CHECKING:
+    from orc.launchers.backends.reports import PartitionReport
     from orc.launchers.backends.slurm.client import SlurmClient
-    from orc.launchers.backends.slurm.queue_rows import Partition
     from orc.launchers.plan import Plan
     from orc.launchers.remote.transport import Transport
 
@@ -35,9 +35,11 @@ def check(client: SlurmClient, transport: Transport, plan: Plan, root: str, clus
 def _slurm(client: SlurmClient, plan: Plan, cluster: str) -> list[Finding]:
     try:
         version = client.version()
-        partitions = client.partitions()
+        reports = client.partitions()
     except BackendError as error:
         return [Finding.of(error, error.where or cluster)]
+    default = [("", report) for report in reports if report.default]
+    partitions = dict([*default, *((report.name, report) for report in reports)])
     found = [Finding("info", version, cluster)]
     found += _short(plan, cluster)
     script = next(file.content for file in plan.files if file.path.endswith(".sbatch"))
@@ -46,7 +48,7 @@ def _slurm(client: SlurmClient, plan: Plan, cluster: str) -> list[Finding]:
     return found
 
 
-def _partitions(script: str, partitions: Mapping[str, Partition], cluster: str) -> list[Finding]:
+def _partitions(script: str, partitions: Mapping[str, PartitionReport], cluster: str) -> list[Finding]:
     """Return the findings about the partitions of one component of the job, or of all of it."""
     found: list[Finding] = []
     names = (_directive(script, "partition") or "").split(",")
@@ -63,7 +65,7 @@ def _partitions(script: str, partitions: Mapping[str, Partition], cluster: str) 
     return [*found, *_too_much(script, asked, cluster)]
 
 
-def _too_much(script: str, asked: Sequence[tuple[str, Partition]], cluster: str) -> Iterator[Finding]:
+def _too_much(script: str, asked: Sequence[tuple[str, PartitionReport]], cluster: str) -> Iterator[Finding]:
     """Yield requests that no partition of the job can ever serve: Slurm would let the job wait for ever."""
     nodes, limit = _directive(script, "nodes"), duration(_directive(script, "time") or "")
     shown = ", ".join(name or "(default)" for name, _ in asked)
@@ -72,7 +74,7 @@ def _too_much(script: str, asked: Sequence[tuple[str, Partition]], cluster: str)
         what = f"the job asks for {nodes} nodes, partition {shown} has {most}"
         yield Finding("error", what, cluster, "Lower resources.nodes, or choose another partition.")
     cpus = _directive(script, "cpus-per-task") or ""  # one task on each node
-    known = [p.cpus for _, p in asked if p.cpus]
+    known = [p.most_cpus for _, p in asked if p.most_cpus]
     if cpus.isdigit() and known and len(known) == len(asked) and int(cpus) > max(known):
         what = f"the job asks for {cpus} cores per node, the largest node of partition {shown} has {max(known)}"
         yield Finding("error", what, cluster, "Lower resources.cpus_per_proc, or choose another partition.")

@@ -1,4 +1,4 @@
-"""Parsers of squeue's and sacct's output. Pure.
+"""Parsers of squeue's, sacct's and sinfo's output. Pure.
 
 The output is asked for field by field with ``|`` between them (JSON differs between Slurm versions), times as seconds
 since the epoch (``SLURM_TIME_FORMAT=%s``).
@@ -10,11 +10,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from orc.launchers.backends.reports import PartitionReport
+
 # i: job id (12, 12_3 of an array, 12+1 of a heterogeneous job), j: name, T: state, V: submitted, S: start, e: end,
 # l: time limit, N: nodes, r: reason (last: free text).
 SQUEUE_FORMAT = "%i|%j|%T|%V|%S|%e|%l|%N|%r"
 SACCT_FORMAT = "JobID,JobName,State,Submit,Start,End,Timelimit,NodeList,ExitCode"
 SACCT_FORMAT_NEWER = f"{SACCT_FORMAT},FailedNode"  # 22.05 and older have no such field, and say nothing at all then
+
+# P: partition, a: availability, D: nodes, A: nodes allocated/idle, C: cores allocated/idle/other/total, l: time limit,
+# G: generic resources, c: cores of each node. With ``--exact``, a line for each sort of node.
+SINFO_FORMAT = "%P|%a|%D|%A|%C|%l|%G|%c"
 
 _JOB_ID = re.compile(r"\d+(?:_\d+|\+\d+)?")
 _WAITING_ELEMENTS = re.compile(r"(?P<job>\d+)_\[(?P<ranges>[0-9,-]+)(?:%\d+)?\]")
@@ -162,33 +168,36 @@ def _one(job: str, parts: list[JobRow]) -> JobRow:
     )
 
 
-@dataclass(frozen=True)
-class Partition:
-    """Partition, as sinfo reports it."""
-
-    state: str  # "up", "down", "drain", "inact"
-    nodes: int  # all of its nodes, whatever their state
-    limit_s: float | None  # the longest time limit it takes; None for no bound
-    cpus: int = 0  # of its largest node; 0 where Slurm does not say
-
-
-def read_partitions(text: str) -> dict[str, Partition]:
-    """Return partitions by name from ``sinfo --exact --format=%P|%a|%D|%l|%c``; the default is under ``""`` too."""
-    found: dict[str, Partition] = {}
+def parse_sinfo(text: str) -> list[PartitionReport]:
+    """Return the partitions in ``sinfo --noheader --exact --format=SINFO_FORMAT``, in order, without other lines."""
+    found: dict[str, PartitionReport] = {}
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|")]
-        if len(fields) != 5:
+        if len(fields) != 8:
             continue
-        name, state, nodes, limit, cpus = fields
+        name, state, nodes, use, cores, limit, gres, cpus = fields
         plain = name.removesuffix("*")
-        count = int(nodes) if nodes.isdigit() else 0
-        # sinfo prints a line for each group of nodes that differ in what was asked for.
-        count += found[plain].nodes if plain in found else 0
-        largest = max(int(cpus) if cpus.isdigit() else 0, found[plain].cpus if plain in found else 0)
-        found[plain] = Partition(state, count, duration(limit), largest)
-        if name.endswith("*"):
-            found[""] = found[plain]
-    return found
+        before = found.get(plain) or PartitionReport(plain, name.endswith("*"), state, 0, 0, 0, 0, duration(limit))
+        _, idle_cores, _, all_cores = (number(part) for part in [*cores.split("/"), "", "", "", ""][:4])
+        kinds = dict(zip(before.gres, before.gres_nodes, strict=True))
+        if gres not in ("", "(null)"):
+            kinds[gres] = kinds.get(gres, 0) + number(nodes)
+        found[plain] = replace(
+            before,
+            nodes=before.nodes + number(nodes),
+            idle_nodes=before.idle_nodes + number(use.partition("/")[2]),
+            cpus=before.cpus + all_cores,
+            idle_cpus=before.idle_cpus + idle_cores,
+            gres=tuple(kinds),
+            gres_nodes=tuple(kinds.values()),
+            most_cpus=max(before.most_cpus, number(cpus)),
+        )
+    return list(found.values())
+
+
+def number(text: str) -> int:
+    """Return the whole number that *text* is; 0 for any other text."""
+    return int(text) if text.isdigit() else 0
 
 
 def _lines(text: str, count: int) -> Iterator[list[str]]:

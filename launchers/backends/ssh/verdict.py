@@ -97,7 +97,7 @@ def _going_on(
 
 
 def _over(records: AttemptRecords, nodes: Sequence[NodeStatus], common: dict[str, Any]) -> Observation:
-    verdict = records.verdict()
+    verdict = records.verdict
     lost = [node for node in nodes if not node.ended and not node.left_behind]
     behind = [node for node in nodes if node.left_behind]
     if verdict is not None and behind:  # it ended on the others, and it is still to be said whom they have lost

@@ -54,7 +54,7 @@ def look(directories: list[str]) -> Any:
     found = read_attempts(LocalTransport(), directories)
     for records in found.values():
         seen = [
-            records.verdict(),
+            records.verdict,
             records.progress,
             records.states,
             records.last_sign,
@@ -69,14 +69,14 @@ def look(directories: list[str]) -> Any:
 @pytest.mark.parametrize(("name", "key"), FIELDS, ids=lambda one: str(one))
 def test_nonsense_in_a_field_spoils_no_other_attempt(tmp_path: Path, name: str, key: str) -> None:
     good = attempt(tmp_path / "good")
-    expected = look([good])[good].verdict()
+    expected = look([good])[good].verdict
     assert expected.reason == "rank 0 on a exited with 3"
     for number, value in enumerate(NONSENSE):
         outer, _, inner = key.partition(".")
         record = RECORDS[name]
         changed = record | {outer: {**record[outer], inner: value} if inner else value}
         bad = attempt(tmp_path / str(number), **{name: changed})
-        assert look([bad, good])[good].verdict() == expected
+        assert look([bad, good])[good].verdict == expected
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_whatever_lies_in_the_place_of_a_record_spoils_no_other_attempt(
     good, bad = attempt(tmp_path / "good"), attempt(tmp_path / "bad")
     (tmp_path / "bad" / name).unlink()
     make(tmp_path / "bad" / name)
-    assert look([bad, good])[good].verdict().reason == "rank 0 on a exited with 3"
+    assert look([bad, good])[good].verdict.reason == "rank 0 on a exited with 3"
     answers = host_program.status({"host": "a", "directories": [bad, good, str(tmp_path / "none")]})["attempts"]
     assert answers[good]["records"].keys() == {name for name in RECORDS if name != "agent.json"}
     assert len(json.dumps(answers[bad])) < 100_000

@@ -167,13 +167,13 @@ def test_a_damaged_record_is_as_if_it_were_not_there(tmp_path):
     write(tmp_path / "node-0/lease.json", '{"restart": 0}')
     write(tmp_path / "node-0/exit.json", "")
     (records,) = read_attempts(LocalTransport(), [str(tmp_path)]).values()
-    assert (records.complete, records.verdict()) == (False, None)
+    assert (records.complete, records.verdict) == (False, None)
 
 
 def test_an_attempt_that_was_never_written_reads_as_nothing(tmp_path):
     (records,) = read_attempts(LocalTransport(), [str(tmp_path / "none")]).values()
     assert records == AttemptRecords(str(tmp_path / "none"))
-    assert (records.verdict(), records.started_at, records.last_sign, records.states) == (None, None, None, ())
+    assert (records.verdict, records.started_at, records.last_sign, records.states) == (None, None, None, ())
     assert log_selectors(LocalTransport(), str(tmp_path / "none")) == []
     assert list(read_log(LocalTransport(), str(tmp_path / "none"), LogSelector(rank=0))) == []
 

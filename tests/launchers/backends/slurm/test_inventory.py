@@ -10,25 +10,26 @@ import pytest
 import yaml
 
 from orc.launchers.backends.base import PartitionReport, QueuedJob
-from orc.launchers.backends.slurm.client import parse_expected, parse_sinfo
+from orc.launchers.backends.slurm.client import parse_expected
 from orc.launchers.backends.slurm.discovery import ClusterFacts, entry, entry_name
 from orc.launchers.backends.slurm.options import read_options, read_settings
+from orc.launchers.backends.slurm.queue_rows import parse_sinfo
 from orc.launchers.errors import LaunchError
 from orc.launchers.spec.clusters import load_clusters
 
 SINFO = """\
-cpu*|up|2|1/1|4/12/0/16|1-00:00:00|(null)
-cpu*|up|2|0/2|0/16/0/16|1-00:00:00|gpu:a100:4
-gpu|up|2|0/2|0/16/0/16|infinite|gpu:a100:4(S:0-1)
-old|drain|10|0/0|0/0/40/40|1:00|
+cpu*|up|2|1/1|4/12/0/16|1-00:00:00|(null)|64
+cpu*|up|2|0/2|0/16/0/16|1-00:00:00|gpu:a100:4|8
+gpu|up|2|0/2|0/16/0/16|infinite|gpu:a100:4(S:0-1)|8
+old|drain|10|0/0|0/0/40/40|1:00||?
 PARTITION|of|another shape
 """
 
 
 def test_groups_of_nodes_of_one_partition_are_joined() -> None:
     assert parse_sinfo(SINFO) == [
-        PartitionReport("cpu", True, "up", 4, 3, 32, 28, 86400.0, ("gpu:a100:4",), (2,)),
-        PartitionReport("gpu", False, "up", 2, 2, 16, 16, None, ("gpu:a100:4(S:0-1)",), (2,)),
+        PartitionReport("cpu", True, "up", 4, 3, 32, 28, 86400.0, ("gpu:a100:4",), (2,), 64),
+        PartitionReport("gpu", False, "up", 2, 2, 16, 16, None, ("gpu:a100:4(S:0-1)",), (2,), 8),
         PartitionReport("old", False, "drain", 10, 0, 40, 0, 60.0, ()),
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orc.launchers.backends.slurm.queue_rows import Partition, expand_nodes, parse_sacct, parse_squeue, read_partitions
+from orc.launchers.backends.slurm.queue_rows import expand_nodes, parse_sacct, parse_squeue
 
 
 def test_a_running_job_in_squeue() -> None:
@@ -73,14 +73,3 @@ def test_a_job_without_nodes_in_sacct() -> None:
 )
 def test_node_lists(text: str, names: tuple[str, ...]) -> None:
     assert expand_nodes(text) == names
-
-
-def test_partitions_are_read_with_all_their_nodes_and_the_default_by_name_and_without():
-    text = "cpu*|up|3|1-00:00:00|8\ncpu*|up|1|1-00:00:00|64\nshort|down|2|1:00|8\nbig|up|7|infinite|?\nnonsense\n"
-    found = read_partitions(text)
-    assert found == {
-        "cpu": Partition("up", 4, 86400.0, 64),
-        "": Partition("up", 4, 86400.0, 64),
-        "short": Partition("down", 2, 60.0, 8),
-        "big": Partition("up", 7, None),
-    }

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
+from orc.launchers.attempts.reader import AttemptRecords
 from orc.launchers.backends.base import Cause, Phase
 from orc.launchers.backends.slurm.client import SlurmClient
 from orc.launchers.backends.slurm.discovery import discover, entry
 from orc.launchers.backends.slurm.options import SlurmSettings
 from orc.launchers.backends.slurm.queue_rows import ENDED, WAITING, JobRow, parse_squeue
-from orc.launchers.backends.slurm.verdict import AgentEvidence, judge, waiting_reason
+from orc.launchers.backends.slurm.verdict import judge, waiting_reason
 from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable
 from orc.launchers.remote.transport import LocalTransport
 
@@ -86,7 +87,7 @@ def slurm_of(request: pytest.FixtureRequest, tmp_path: Path) -> Slurm:
 
 
 def verdict(row: JobRow) -> tuple[Phase, Cause | None]:
-    seen = judge(row, AgentEvidence(), submitted_at=0.0, now=1e9, lead_s=10, asked_everyone=True)
+    seen = judge(row, AttemptRecords("/a1"), submitted_at=0.0, now=1e9, lead_s=10, asked_everyone=True)
     return seen.phase, seen.cause
 
 
