@@ -158,12 +158,11 @@ def _ended(row: JobRow | None, records: AttemptRecords, lead_s: float) -> Observ
         return _from_record(record, records, None, lead_s)
     if row.state == "COMPLETED" and record is None:
         return _observation(Phase.SUCCEEDED, records, row, reason=f"no exit record in {records.directory}")
-    if row.state in _SLURM_CAUSES:
-        # What the program did before Slurm stepped in counts, except where its end was bound to follow from that.
-        if not (program and row.state in ("TIMEOUT", "DEADLINE", "CANCELLED")) and not (
-            record is not None and record.cause in (Cause.CANCELLED, Cause.TIMEOUT)
-        ):
-            return _from_state(row, records)
+    # What the program did before Slurm stepped in counts, except where its end was bound to follow from that.
+    kept = program and row.state in ("TIMEOUT", "DEADLINE", "CANCELLED")
+    stopped = record is not None and record.cause in (Cause.CANCELLED, Cause.TIMEOUT)
+    if row.state in _SLURM_CAUSES and not kept and not stopped:
+        return _from_state(row, records)
     if record is None:
         return _without_record(row, records)
     return _from_record(record, records, row, lead_s)
