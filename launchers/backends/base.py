@@ -146,6 +146,10 @@ class AttemptFiles(abc.ABC):
 
         return log_selectors(*self.files(handle))
 
+    def log_listing(self, handle: Handle) -> tuple[list[LogSelector], dict[str, str]]:
+        """Return `log_selectors`, and of hosts that did not answer, whose logs are not among them, why not."""
+        return self.log_selectors(handle), {}
+
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
         """Yield what the log *selector* of *handle* holds from *offset* (bytes) on. Calling it again there follows."""
         from orc.launchers.attempts.reader import read_log

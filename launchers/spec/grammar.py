@@ -232,6 +232,27 @@ def _flag(key: Any, value: Any) -> list[str]:
     return [f"{flag}={text}"] if _looks_like_flag(text) and flag.startswith("--") else [flag, text]
 
 
+def named_flags(words: Sequence[str]) -> dict[str, Any] | None:
+    """Return a mapping of which `flags` makes *words*; `None` where there is none."""
+    named: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if _looks_like_flag(word):
+            name, equals, text = word.removeprefix("--").partition("=")
+            if name in named:
+                return None
+            named[name] = [text] if equals else []
+        elif not name:
+            return None
+        else:
+            named[name].append(word)
+    found = {key: values if len(values) > 1 else (values or [True])[0] for key, values in named.items()}
+    try:
+        return found if flags(found) == tuple(words) else None
+    except LocatedError:
+        return None
+
+
 def texts(values: Sequence[Any], path: Path = (), *, single: bool = False) -> list[str]:
     """Return each value as `scalar_text` has it. Raises `LocatedError` with *path* and the index of each bad one."""
     found: list[str] = []

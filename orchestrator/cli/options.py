@@ -140,9 +140,9 @@ def complete_clusters(_ctx: click.Context, _param: click.Parameter, incomplete: 
     """Return the clusters whose names begin with *incomplete*."""
     from click.shell_completion import CompletionItem
 
-    from orc.launchers.spec.clusters import load_clusters
+    from orc.launchers.spec.clusters import read_clusters
 
-    clusters = load_clusters()
+    clusters = read_clusters()[0]
     return [CompletionItem(name, help=c.kind) for name, c in clusters.items() if name.startswith(incomplete)]
 
 
