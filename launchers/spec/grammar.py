@@ -22,7 +22,7 @@ class LocatedError(ValueError):
 
 # Patterns are texts: `re` compiles and remembers them on first use, and most starts use few of them.
 _NUMBER = r"[0-9]{1,15}(?:\.[0-9]{1,15})?"
-_UNIT_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_UNIT_SECONDS = {"w": 7 * 86400, "d": 86400, "h": 3600, "m": 60, "s": 1}
 _UNITS = "".join(rf"(?:({_NUMBER}){unit})?" for unit in _UNIT_SECONDS)
 _CLOCK = r"(?:([0-9]{1,9})-)?([0-9]{1,9}):([0-5]?[0-9]):([0-5]?[0-9])"
 _MEMORY = rf"({_NUMBER})\s*([KMGTkmgt])(?:i?[bB])?"

@@ -116,8 +116,6 @@ def _warn_of_hosts(silent: Mapping[str, str]) -> None:
 
 def _compiled(pattern: str | None) -> re.Pattern[bytes] | None:
     """Return the regular expression. Raises `click.UsageError`."""
-    import re
-
     try:
         return re.compile(pattern.encode()) if pattern is not None else None
     except re.error as error:
