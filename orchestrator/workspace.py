@@ -61,6 +61,7 @@ class Workspace:
     state_dir: Path
     ledger: Ledger
     backend_of: Callable[[str], Backend]
+    clusters_file: Path | None = None  # that of the configuration directory unless given
     backend_for: Callable[[Cluster], Backend] | None = None  # that of a cluster as a user's account has it
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
@@ -250,7 +251,7 @@ class Workspace:
         from orc.launchers.errors import LaunchError
         from orc.launchers.spec.clusters import read_clusters
 
-        clusters, problems = read_clusters()
+        clusters, problems = read_clusters(self.clusters_file)
         wrong: dict[str, LaunchError] = dict(problems)
         found = []
         for name in clusters.keys() - wrong.keys():

@@ -146,6 +146,10 @@ class AttemptFiles(abc.ABC):
 
         return log_selectors(*self.files(handle))
 
+    def log_listing(self, handle: Handle) -> tuple[list[LogSelector], dict[str, str]]:
+        """Return `log_selectors`, and of hosts that did not answer, whose logs are not among them, why not."""
+        return self.log_selectors(handle), {}
+
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
         """Yield what the log *selector* of *handle* holds from *offset* (bytes) on. Calling it again there follows."""
         from orc.launchers.attempts.reader import read_log
@@ -286,7 +290,8 @@ class Backend(AttemptFiles):
         raise BackendError(
             f"clusters of kind {self.kind} have no snapshot stores that could be reached from here",
             where=f"cluster {self.cluster.name}",
-            hint="Submitting a job brings its snapshot there.",
+            hint="Submitting a job brings its snapshot there; in an object store, let a rule of the bucket delete what is "
+            "old below snapshots/.",
         )
 
     def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:

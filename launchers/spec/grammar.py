@@ -22,7 +22,7 @@ class LocatedError(ValueError):
 
 # Patterns are texts: `re` compiles and remembers them on first use, and most starts use few of them.
 _NUMBER = r"[0-9]{1,15}(?:\.[0-9]{1,15})?"
-_UNIT_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_UNIT_SECONDS = {"w": 7 * 86400, "d": 86400, "h": 3600, "m": 60, "s": 1}
 _UNITS = "".join(rf"(?:({_NUMBER}){unit})?" for unit in _UNIT_SECONDS)
 _CLOCK = r"(?:([0-9]{1,9})-)?([0-9]{1,9}):([0-5]?[0-9]):([0-5]?[0-9])"
 _MEMORY = rf"({_NUMBER})\s*([KMGTkmgt])(?:i?[bB])?"
@@ -230,6 +230,27 @@ def _flag(key: Any, value: Any) -> list[str]:
         return [flag, *texts(value, (key,))] if value else []
     text = texts([value], (key,), single=True)[0]
     return [f"{flag}={text}"] if _looks_like_flag(text) and flag.startswith("--") else [flag, text]
+
+
+def named_flags(words: Sequence[str]) -> dict[str, Any] | None:
+    """Return a mapping of which `flags` makes *words*; `None` where there is none."""
+    named: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if _looks_like_flag(word):
+            name, equals, text = word.removeprefix("--").partition("=")
+            if name in named:
+                return None
+            named[name] = [text] if equals else []
+        elif not name:
+            return None
+        else:
+            named[name].append(word)
+    found = {key: values if len(values) > 1 else (values or [True])[0] for key, values in named.items()}
+    try:
+        return found if flags(found) == tuple(words) else None
+    except LocatedError:
+        return None
 
 
 def texts(values: Sequence[Any], path: Path = (), *, single: bool = False) -> list[str]:

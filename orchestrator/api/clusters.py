@@ -46,6 +46,7 @@ class QuotaView(View):
     name: str
     resource: str
     amount: float
+    used: float = 0.0  # in flight now, or spent in 30 days
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,10 @@ def read_queue(session: LedgerSession, name: Name) -> QueueReport:
 
 @call("GET", "/quotas", shows=Kind.SERVICE)
 def list_quotas(session: LedgerSession) -> Quotas:
-    """Return what users and projects may use at a time."""
-    from orc.orchestrator.ledger import usage
+    """Return what users and projects may use at a time, and what they use now."""
+    from orc.orchestrator.engine.limits import use_of_quotas
 
-    with session.workspace.ledger.database.read() as connection:
-        return Quotas([QuotaView(*quota) for quota in usage.all_quotas(connection)])
+    return Quotas([QuotaView(*quota, used) for quota, used in use_of_quotas(session.workspace)])
 
 
 @call("PUT", "/quotas", shows=Kind.SERVICE, role="admin")
@@ -151,10 +151,10 @@ def set_quota(
     """Set or remove a quota; return all."""
     from orc.orchestrator.ledger import usage
 
-    with session.workspace.ledger.database.write() as connection:
+    with session.workspace.ledger.transaction() as tx:
         if amount is None:
-            usage.remove_quota(connection, scope, name, resource)
+            usage.remove_quota(tx.connection, scope, name, resource)
         else:
-            usage.put_quota(connection, usage.Quota(scope, name, resource, amount))
+            usage.put_quota(tx.connection, usage.Quota(scope, name, resource, amount))
     session.caller.note(f"{scope} {name}", resource=resource, amount=amount)
     return list_quotas(session)

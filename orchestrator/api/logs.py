@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from orc.launchers.attempts.records import LogChunk, LogSelector
-from orc.launchers.errors import SpecError
+from orc.launchers.errors import BackendUnreachable, SpecError
 from orc.orchestrator.api.call import Bounds, JobId, call
 from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
@@ -35,13 +35,15 @@ class Logs(View):
 
     attempt: int
     logs: list[LogSelector]
+    unreachable: Mapping[str, str] = field(default_factory=dict)  # hosts that did not say which they have, and why
 
 
 @call("GET", "/jobs/{job_id}/logs", shows=Kind.LOGS, asks_clusters=True)
 def list_logs(session: LedgerSession, job_id: JobId, attempt: Attempt = None) -> Logs:
     """Return the logs that an attempt has so far: ranks, then nodes, then the launcher's."""
     backend, handle = at_backend(session, job_id, attempt)
-    return Logs(attempt or session.record(job_id).number or 1, backend.log_selectors(handle) if handle else [])
+    logs, unreachable = backend.log_listing(handle) if handle else ([], {})
+    return Logs(attempt or session.record(job_id).number or 1, logs, unreachable)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class MergedLogs(View):
 
     lines: list[RankLine]
     next: str
+    unreachable: Mapping[str, str] = field(default_factory=dict)  # hosts whose lines are missing, and why
 
 
 @call("GET", "/jobs/{job_id}/merged-log", shows=Kind.LOGS, asks_clusters=True)
@@ -80,23 +83,28 @@ def merge_logs(
     if not _POSITIONS.fullmatch(after):
         raise SpecError(f"no such position: {after:.80}", where="query.after")
     offsets = {int(rank): int(offset) for rank, offset in (part.split(":") for part in after.split(",") if part)}
-    ranks = [found.rank for found in backend.log_selectors(handle) if found.rank is not None][:_MOST_RANKS]
+    listed, unreachable = backend.log_listing(handle)
+    ranks = [found.rank for found in listed if found.rank is not None][:_MOST_RANKS]
     most = max(_MERGED_BYTES // max(len(ranks), 1), _RANK_BYTES)
     job = session.record(job_id)
     over = job.ended_at is not None or attempt not in (None, job.number)
     until = time.monotonic() + session.measured.seconds
     logs = {}
     for rank in sorted(ranks, key=offsets.__contains__):  # those that were not read yet come first
-        begin, data = _piece(backend, handle, LogSelector(rank=rank), offsets.get(rank), most, over)
-        logs[rank] = data
-        offsets[rank] = begin + len(data)
+        try:
+            begin, data = _piece(backend, handle, LogSelector(rank=rank), offsets.get(rank), most, over)
+        except BackendUnreachable as error:
+            unreachable |= {error.where or f"rank {rank}": error.what}
+        else:
+            logs[rank] = data
+            offsets[rank] = begin + len(data)
         if time.monotonic() > until:
             break
     lines = [
         RankLine(rank, None if at == UNKNOWN else at, line.decode("utf-8", "replace").rstrip("\n")[:_MOST_TEXT])
         for at, rank, line in merged(logs)
     ]
-    return MergedLogs(lines, ",".join(f"{rank}:{offset}" for rank, offset in sorted(offsets.items())))
+    return MergedLogs(lines, ",".join(f"{rank}:{offset}" for rank, offset in sorted(offsets.items())), unreachable)
 
 
 def _piece(

@@ -77,11 +77,15 @@ class LedgerSession:
             from orc.launchers import paths
 
             state_dir = paths.state_dir()
-        self._clusters_file = clusters_file
         self._backend_of = backend_of
         database = open_database(state_dir, os.environ.get("ORC_LEDGER_URL") or None, volatile=True)
         self.workspace = Workspace(
-            state_dir, Ledger(database, clock), backend_of or self._open_backend, clock=clock, sleep=sleep
+            state_dir,
+            Ledger(database, clock),
+            backend_of or self._open_backend,
+            clusters_file,
+            clock=clock,
+            sleep=sleep,
         )
         self.caller = Caller(self.workspace.user)
         self.serves = False  # many people, in a service: the addresses that their jobs bring along are limited
@@ -112,7 +116,7 @@ class LedgerSession:
         ws = self.workspace
         return LedgerSession(
             ws.state_dir,
-            self._clusters_file,
+            ws.clusters_file,
             backend_of=self._backend_of,
             clock=ws.clock,
             sleep=ws.sleep,
@@ -140,19 +144,19 @@ class LedgerSession:
         """The file that describes the clusters; it need not exist."""
         from orc.launchers import paths
 
-        return self._clusters_file or paths.clusters_file()
+        return self.workspace.clusters_file or paths.clusters_file()
 
     def clusters(self) -> Mapping[str, Cluster]:
         """Return the clusters that `clusters_file` describes, as far as they are described well."""
         from orc.launchers.spec.clusters import read_clusters
 
-        return read_clusters(self.clusters_file if self.clusters_file.exists() else None)[0]
+        return read_clusters(self.workspace.clusters_file)[0]
 
     def cluster(self, name: str) -> Cluster:
         """Return a cluster. Raises `LaunchError` where there is none of that name."""
         from orc.launchers.spec.clusters import get_cluster
 
-        return get_cluster(name, path=self._clusters_file)
+        return get_cluster(name, path=self.workspace.clusters_file)
 
     def _open_backend(self, cluster: str) -> Backend:
         from orc.launchers.backends import open_backend
@@ -188,7 +192,7 @@ class LedgerSession:
             from orc.orchestrator.engine import detached
 
             ws = self.workspace
-            detached.ensure(ws.state_dir, ws.ledger.database.url, self._clusters_file)
+            detached.ensure(ws.state_dir, ws.ledger.database.url, ws.clusters_file)
 
     def reopen_ledger(self) -> None:
         """Use the ledger itself where it can be written now, else a copy in memory."""

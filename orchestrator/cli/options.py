@@ -37,9 +37,6 @@ class _Age(click.ParamType[float]):
             self.fail(str(error), param, ctx)
 
 
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-
-
 class _Moment(click.ParamType["float | None"]):
     """Moment, in seconds since the epoch: a date, a date and time, or how long ago."""
 
@@ -50,9 +47,11 @@ class _Moment(click.ParamType["float | None"]):
         import time
 
         text = str(value)
-        if text[:-1].isdigit() and text[-1:] in UNITS and len(text) < 8:
-            return time.time() - int(text[:-1]) * UNITS[text[-1]]
         try:
+            if text[:-1].isdigit() and text[-1:].isalpha() and len(text) < 8:
+                from orc.launchers.spec.grammar import seconds
+
+                return time.time() - seconds(text)
             return datetime.datetime.fromisoformat(text).timestamp()
         except (ValueError, OverflowError, OSError):
             self.fail(f"{text!r} is no time: 2026-01-31, 2026-01-31T12:00, or 7d, 12h, 30m ago.", param, ctx)
@@ -140,9 +139,9 @@ def complete_clusters(_ctx: click.Context, _param: click.Parameter, incomplete: 
     """Return the clusters whose names begin with *incomplete*."""
     from click.shell_completion import CompletionItem
 
-    from orc.launchers.spec.clusters import load_clusters
+    from orc.launchers.spec.clusters import read_clusters
 
-    clusters = load_clusters()
+    clusters = read_clusters()[0]
     return [CompletionItem(name, help=c.kind) for name, c in clusters.items() if name.startswith(incomplete)]
 
 

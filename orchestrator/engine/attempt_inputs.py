@@ -190,11 +190,14 @@ def changed(stored: Mapping[str, Any], overrides: Sequence[str], *, where: str) 
     """
     if not overrides:
         return read_stored(stored, where)
-    from orc.launchers.spec import load
+    from orc.launchers.spec import grammar, load
     from orc.launchers.spec.source import Document
 
     document = Document(json.loads(json.dumps(stored)), where, {}, {})
     for override in overrides:
+        words = document.data.get("args")  # of a mapping in the job file, perhaps
+        if override.lstrip().startswith("args.") and isinstance(words, list):
+            document.data["args"] = named if (named := grammar.named_flags(words)) is not None else words
         load.apply_override(document, override, load.reading)
     _refuse_another_snapshot(stored, document.data, where)
     return load.validate(document)

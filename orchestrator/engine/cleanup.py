@@ -94,7 +94,6 @@ def collect_at(ws: Workspace, cluster: str, request: GcRequest) -> dict[Place, G
     What a job of any account needs (`GcRequest.keep`) stays in all of them: they may share a root. Raises `LaunchError`
     where there is but one connection and it fails as a whole.
     """
-    from orc.launchers.errors import LaunchError
     from orc.launchers.transfer.targets import collect_garbage
 
     users = ws.accounts(cluster)

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine import admission, delivery, job_secrets, orphans
-from orc.orchestrator.engine import delivery as steps
 from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs, stored_spec, stored_specs
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.limits import is_limited
@@ -30,10 +29,6 @@ from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kin
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.ledger.transaction import Transaction
 from orc.orchestrator.workspace import OutOfReach, Workspace
-
-if TYPE_CHECKING:
-    from orc.orchestrator.ledger.records import JobRecord
-    from orc.orchestrator.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -165,7 +160,7 @@ def _dispatch_batch(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport
         pass  # it was cancelled just now; the next pass sees that
     except InputsUnavailable as error:
         for job in jobs:
-            steps.wait_for_room(ws, job, error.what)
+            delivery.wait_for_room(ws, job, error.what)
     except delivery.Rejected as refusal:
         report.errors.update(dict.fromkeys(ids, refusal.error))
     except delivery.HostAway as away:
@@ -197,7 +192,7 @@ def _claim(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
 
 def _reject(ws: Workspace, jobs: Sequence[JobRecord], reason: str) -> None:
     for job in jobs:
-        steps.reject(ws, job, job_secrets.without_values(ws, job.id, reason))
+        delivery.reject(ws, job, job_secrets.without_values(ws, job.id, reason))
 
 
 def _dispatch_claimed(ws: Workspace, jobs: Sequence[JobRecord], new: NewJobs) -> bool:
@@ -206,7 +201,7 @@ def _dispatch_claimed(ws: Workspace, jobs: Sequence[JobRecord], new: NewJobs) ->
     job, attempt = jobs[0], jobs[0].attempt
     if attempt is not None and attempt.state is AttemptState.SUBMITTING:
         reason = "the submission was cut off before its result was stored"
-        job = apply(ws, job, lambda _: True, lambda j, _: steps.ambiguous_update(j, reason))
+        job = apply(ws, job, lambda _: True, lambda j, _: delivery.ambiguous_update(j, reason))
         attempt = job.attempt
     if attempt is not None and attempt.state is AttemptState.AMBIGUOUS:
         job = _resolve(ws, job)
@@ -239,21 +234,21 @@ def _send(ws: Workspace, jobs: Sequence[JobRecord], new: NewJobs) -> bool:
         else:
             attempts = [planner.prepare(job)]
     except NoRoom as error:
-        steps.wait_for_room(ws, job, planner.waiting_reason(error))
+        delivery.wait_for_room(ws, job, planner.waiting_reason(error))
         return not planner.unusable
     except admission.Held as held:  # another process has just taken the last place
         for each in jobs:
-            steps.wait_for_room(ws, each, held.what)
+            delivery.wait_for_room(ws, each, held.what)
         return False
     except BackendUnreachable as error:
         if ws.ledger.reservations(job_id=job.id):  # while it waits for one host, others may use the rest
-            steps.wait_for_room(ws, job, delivery.waiting_for_host(error, job.cluster))
+            delivery.wait_for_room(ws, job, delivery.waiting_for_host(error, job.cluster))
         raise
     except (LedgerError, InputsUnavailable):
         raise
     except OutOfReach as error:
         for each in jobs:
-            steps.wait_for_room(ws, each, f"{error.reason}, or `orc cancel` ends it")
+            delivery.wait_for_room(ws, each, f"{error.reason}, or `orc cancel` ends it")
         return False
     except LaunchError as error:
         where = f"{error.where}: " if error.where else ""
@@ -282,7 +277,7 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
     def change(current: JobRecord, now: float) -> JobUpdate:
         attempt = current.attempt
         if handle is not None:
-            return steps.accepted(Kind.ADOPTED, current, handle, now, sent_to)
+            return delivery.accepted(Kind.ADOPTED, current, handle, now, sent_to)
         first = attempt.first_negative_at if attempt else None
         if visibility_s > 0 and first is None:
             looked = Event(Kind.NOT_FOUND, current.number, {"look_again_for_s": visibility_s})
@@ -291,7 +286,7 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
             return JobUpdate()
         waiting_reason = "the cut-off submission left nothing behind"
         released = Event(Kind.RELEASED, current.number, {"reason": waiting_reason})
-        return JobUpdate((released,), {"reason": ""}, {"reason": "", **steps.UNSENT})
+        return JobUpdate((released,), {"reason": ""}, {"reason": "", **delivery.UNSENT})
 
     def is_doubtful(current: JobRecord) -> bool:
         return current.attempt is not None and current.attempt.state is AttemptState.AMBIGUOUS

@@ -211,10 +211,6 @@ class Transaction:
         """Return the job as it is now."""
         return next(iter(read_jobs(self.connection, "j.id = :id", {"id": job_id})), None)
 
-    def reload(self, job: JobRecord) -> JobRecord:
-        """Return the job as it is now."""
-        return self._reload(job.id)
-
     def reload_all(self, job_ids: Sequence[str]) -> list[JobRecord]:
         """Return jobs as they are now, in the order of their ids."""
         found = {job.id: job for job in jobs_of(self.connection, job_ids)}

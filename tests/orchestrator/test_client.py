@@ -9,7 +9,9 @@ import time
 import pytest
 from counted_database import counting
 
-from orc.launchers.backends.base import LogSelector, Phase
+from orc.launchers.backends.base import LogChunk, LogSelector, Phase
+from orc.launchers.errors import BackendUnreachable
+from orc.orchestrator.api.logs import list_logs, merge_logs
 from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.client import Client, JobNotFound
 from orc.orchestrator.views import JobView
@@ -235,6 +237,26 @@ def test_logs_of_any_attempt_are_read_from_its_backend(client, backend, job_file
     assert text(attempt=1, offset=7) == f"orc-{view.id}-a1"
     with pytest.raises(JobNotFound, match="has no attempt 7"):
         client.log_selectors(view.id, attempt=7)
+
+
+def test_a_merged_log_has_the_ranks_that_can_be_read_and_names_the_hosts_of_the_others(
+    client, backend, job_file, monkeypatch
+):
+    view = client.submit(job_file())
+    ranks = [LogSelector(rank=rank) for rank in range(3)]
+    monkeypatch.setattr(backend, "log_listing", lambda _: (ranks, {"node4": "no route"}))
+    monkeypatch.setattr(backend, "log_file", lambda *_: None)
+
+    def logs(_handle, selector, _offset=0):
+        if selector.rank == 1:
+            raise BackendUnreachable("timed out", where="node2")
+        yield LogChunk(selector, 0, b"line\n")
+
+    monkeypatch.setattr(backend, "logs", logs)
+    merged = merge_logs(client.session, view.id)
+    assert [line.rank for line in merged.lines] == [0, 2]
+    assert (merged.next, merged.unreachable) == ("0:5,2:5", {"node4": "no route", "node2": "timed out"})
+    assert list_logs(client.session, view.id).unreachable == {"node4": "no route"}
 
 
 def test_an_attempt_that_was_never_sent_has_no_logs(client, backend, job_file):

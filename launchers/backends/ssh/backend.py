@@ -243,11 +243,16 @@ class SshBackend(Backend):
 
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
         """Return the logs on all hosts that answer. Raises `BackendUnreachable` when none does."""
+        return self.log_listing(handle)[0]
+
+    def log_listing(self, handle: Handle) -> tuple[list[LogSelector], dict[str, str]]:
+        """Return the logs on all hosts that answer, and why others do not. Raises what `log_selectors` raises."""
         found, errors = self._logs(handle)
         if not found:
             raise errors[0]
         selectors = {selector for names in found.values() for selector in names}
-        return sorted(selectors, key=lambda s: (s.rank is None, s.rank if s.rank is not None else s.node or 0))
+        order = sorted(selectors, key=lambda s: (s.rank is None, s.rank if s.rank is not None else s.node or 0))
+        return order, {error.where or handle.marker: error.what for error in errors}
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
         """Yield from the log on the host that runs the rank."""

@@ -341,8 +341,12 @@ class TpuBackend(Backend):
 
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
         """Return the logs on the workers, or in the copy."""
+        return self.log_listing(handle)[0]
+
+    def log_listing(self, handle: Handle) -> tuple[list[LogSelector], dict[str, str]]:
+        """Return the logs on the workers that answer, or in the copy, and why others do not."""
         pod = self._pod(handle)
-        return pod.log_selectors(handle) if pod else super().log_selectors(handle)
+        return pod.log_listing(handle) if pod else (super().log_selectors(handle), {})
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
         """Yield a log from the worker that runs the rank, or from the copy."""

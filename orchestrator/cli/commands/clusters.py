@@ -140,7 +140,7 @@ def append(name: str, text: str, file: Path) -> None:
 def command(context: click.Context, as_json: bool) -> None:
     """List, show, check and discover the clusters of clusters.yaml (and the built-in `local`)."""
     if context.invoked_subcommand is None:
-        _list(as_json)
+        context.exit(_list(as_json))
     elif as_json:  # `orc clusters --json check lab` means the same as `orc clusters check lab --json`
         context.default_map = {name: {"as_json": True} for name in command.commands}
 
@@ -150,21 +150,26 @@ command.add_command(discover)
 
 @command.command("list")
 @json_option
-def list_command(as_json: bool) -> None:
-    """List the clusters."""
-    _list(as_json)
+def list_command(as_json: bool) -> int:
+    """List the clusters; entries that are wrong are shown with their errors, and the exit status is 1."""
+    return _list(as_json)
 
 
-def _list(as_json: bool) -> None:
+def _list(as_json: bool) -> int:
     from orc.launchers.paths import clusters_file
-    from orc.launchers.spec.clusters import load_clusters
+    from orc.launchers.spec.clusters import read_clusters
 
-    found = [_settings(cluster) for cluster in load_clusters().values()]
+    clusters, wrong = read_clusters()
+    found = [_settings(cluster) for name, cluster in clusters.items() if name not in wrong]
     if as_json:
-        output.echo_json({"file": str(clusters_file()), "clusters": found})
-        return
-    echo(output.table(("CLUSTER", "KIND", "ROOT"), [(c["name"], c["kind"], c["root"] or "?") for c in found]))
-    echo(f"\nclusters file: {clusters_file()}{'' if clusters_file().exists() else ' (does not exist)'}")
+        errors = {name: str(error) for name, error in wrong.items()}
+        output.echo_json({"file": str(clusters_file()), "clusters": found, "errors": errors})
+    else:
+        echo(output.table(("CLUSTER", "KIND", "ROOT"), [(c["name"], c["kind"], c["root"] or "?") for c in found]))
+        for name, error in wrong.items():
+            echo(reporting.block({"what": f"{name}: {error.what}", "where": error.where, "do": error.hint}), err=True)
+        echo(f"\nclusters file: {clusters_file()}{'' if clusters_file().exists() else ' (does not exist)'}")
+    return int(bool(wrong))
 
 
 def _settings(cluster: Cluster) -> dict[str, Any]:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from orc.launchers.attempts.records import LogChunk, LogSelector
 from orc.launchers.errors import LaunchError
+from orc.launchers.findings import Finding
 from orc.orchestrator.cli.options import MOMENT, json_option, newest_job_argument
 from orc.orchestrator.cli.session import open_client
-from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui import output, reporting
 from orc.orchestrator.cli.ui.display import display, waiting
 from orc.orchestrator.insight.log_times import LONGEST, NEAR, TIME, UNKNOWN, Clock, lines_of, split_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from orc.launchers.attempts.records import LogSelector
-    from orc.orchestrator.cli.ui.tail import Sink
-    from orc.orchestrator.clients.surface import JobsClient
+    from orc.orchestrator.cli.ui.tail import Cursor, Sink
     from orc.orchestrator.views import JobView
 
 
@@ -56,16 +53,17 @@ def command(
     colours: bool | None,
     raw: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Print the logs of JOB (default: the newest), byte for byte; a prefix names the rank.
 
     Lines of several ranks come in the order of the times that they begin with, where they do; with --follow as they
-    come.
+    come. Of hosts that do not answer a warning says what is missing, and the exit status is 5.
 
     On a terminal control characters are shown (\\x1b) instead of obeyed, except with --raw.
 
     With --json each line of output is {"attempt", "rank", "node", "offset", "end", "text"}.
     """
+    from orc.orchestrator.api.logs import Logs, list_logs
     from orc.orchestrator.cli.ui.tail import Cursor, JsonSink, PlainSink, PrefixSink, Selection, follow
 
     client = open_client()
@@ -76,10 +74,11 @@ def command(
     number = attempt or len(view.attempts)
     selection = Selection(ranks, nodes, launcher=launcher)
     with waiting(f"looking for the logs of {job_id}"):
-        existing = client.log_selectors(job_id, attempt=number) if number else []
-    selectors = selection.of(existing, final=True)
+        listed = list_logs(client.session, job_id, number) if number else Logs(0, [])
+    selectors, silent = selection.of(listed.logs, final=True), dict(listed.unreachable)
     if not selectors and not following:
-        raise _no_logs(view, number, existing)
+        _warn_of_hosts(silent)
+        raise _no_logs(view, number, listed.logs)
     single = selection.single(view.spec) if following else len(selectors) == 1
     coloured = output.coloured() if colours is None else colours
     sink: Sink = JsonSink() if as_json else PlainSink(raw=raw) if single else PrefixSink(raw=raw, colours=coloured)
@@ -94,22 +93,29 @@ def command(
                 view = follow(client, job_id, cursor, selection, shown, first_attempt=number, only=attempt is not None)
         if following:
             followed = range(number or 1, (attempt or len(view.attempts)) + 1)
-            there = {n: client.log_selectors(job_id, attempt=n) for n in followed}
-            if not any(selection.of(existing, final=True) for existing in there.values()):
+            there = {n: list_logs(client.session, job_id, n) for n in followed}
+            silent = {host: why for listed in there.values() for host, why in listed.unreachable.items()}
+            if not any(selection.of(listed.logs, final=True) for listed in there.values()):
                 last = attempt or len(view.attempts)
-                raise _no_logs(view, last, there.get(last, ()))
-        elif tail is None and len(selectors) > 1 and have_times(client, job_id, number, selectors):
-            copy_merged(client, job_id, number, selectors, sink, start=since_offset)
+                raise _no_logs(view, last, there[last].logs if last in there else ())
+        elif tail is None and len(selectors) > 1 and have_times(cursor, number, selectors):
+            copy_merged(cursor, number, selectors, sink, start=since_offset)
         elif tail is None:
             cursor.copy(number, selectors)
     finally:
         sink.finish()
+    silent |= cursor.unreachable
+    _warn_of_hosts(silent)
+    return int(reporting.ExitCode.UNREACHABLE if silent else reporting.ExitCode.OK)
+
+
+def _warn_of_hosts(silent: Mapping[str, str]) -> None:
+    for host, why in silent.items():
+        reporting.warn(Finding("warning", why, host, "its logs are missing here; try again when it answers"))
 
 
 def _compiled(pattern: str | None) -> re.Pattern[bytes] | None:
     """Return the regular expression. Raises `click.UsageError`."""
-    import re
-
     try:
         return re.compile(pattern.encode()) if pattern is not None else None
     except re.error as error:
@@ -192,11 +198,11 @@ class LineFilter:
         self._inner.finish()
 
 
-def have_times(client: JobsClient, job_id: str, attempt: int, selectors: Sequence[LogSelector]) -> bool:
+def have_times(cursor: Cursor, attempt: int, selectors: Sequence[LogSelector]) -> bool:
     """Return True where one of the logs has times, by its beginning."""
     for selector in selectors:
         beginning = b""
-        for chunk in client.read_log(job_id, selector, attempt=attempt):
+        for chunk in cursor.read(attempt, selector, 0):
             beginning += chunk.data
             if len(beginning) >= _LOOK:
                 break
@@ -205,19 +211,11 @@ def have_times(client: JobsClient, job_id: str, attempt: int, selectors: Sequenc
     return False
 
 
-def copy_merged(
-    client: JobsClient,
-    job_id: str,
-    attempt: int,
-    selectors: Sequence[LogSelector],
-    sink: Sink,
-    *,
-    start: int = 0,
-) -> None:
+def copy_merged(cursor: Cursor, attempt: int, selectors: Sequence[LogSelector], sink: Sink, *, start: int = 0) -> None:
     """Copy several logs as one in the order of time; lines of one time in the order of *selectors*. Memory is flat."""
 
     def lines(index: int, selector: LogSelector) -> Iterator[tuple[float, int, int, bytes]]:
-        chunks = client.read_log(job_id, selector, attempt=attempt, offset=start)
+        chunks = cursor.read(attempt, selector, start)
         return ((at, index, offset, line) for at, offset, line in lines_of(chunks, start))
 
     for _, index, offset, line in heapq.merge(*(lines(i, selector) for i, selector in enumerate(selectors))):

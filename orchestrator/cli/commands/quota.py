@@ -1,17 +1,13 @@
-"""`orc quota`: how much users and projects may have in flight, in the ledger that this machine uses."""
+"""`orc quota`: how much users and projects may have in flight, in the service that is logged in to, else the ledger."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import click
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.options import json_option
+from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui.output import echo_result, listing
-
-if TYPE_CHECKING:
-    from orc.orchestrator.workspace import Workspace
 
 RESOURCES = ("gpus", "jobs", "cost")
 
@@ -34,12 +30,12 @@ def command() -> None:
 @json_option
 def set_command(user: str | None, project: str | None, resource: str, amount: float, as_json: bool) -> None:
     """Allow AMOUNT of RESOURCE: gpus or jobs at one time, or cost in 30 days. Further jobs wait; the others stay."""
-    from orc.orchestrator.ledger import usage
+    from orc.orchestrator.api.clusters import set_quota
 
-    quota = usage.Quota(*_named(user, project), resource, amount)
-    with _workspace().ledger.transaction() as tx:
-        usage.put_quota(tx.connection, quota)
-    echo_result(as_json, quota._asdict(), f"{quota.scope} {quota.name}: {amount:g} {resource}")
+    scope, name = _named(user, project)
+    set_quota(open_client(reconciler=False).session, scope, name, resource, amount)
+    told = {"scope": scope, "name": name, "resource": resource, "amount": amount}
+    echo_result(as_json, told, f"{scope} {name}: {amount:g} {resource}")
 
 
 @command.command("remove")
@@ -48,13 +44,13 @@ def set_command(user: str | None, project: str | None, resource: str, amount: fl
 @json_option
 def remove_command(user: str | None, project: str | None, resource: str, as_json: bool) -> None:
     """Remove the limit on RESOURCE for a user or project."""
-    from orc.orchestrator.ledger import usage
+    from orc.orchestrator.api.clusters import list_quotas, set_quota
 
     scope, name = _named(user, project)
-    with _workspace().ledger.transaction() as tx:
-        there = usage.remove_quota(tx.connection, scope, name, resource)
-    if not there:
+    session = open_client(reconciler=False).session
+    if not any((q.scope, q.name, q.resource) == (scope, name, resource) for q in list_quotas(session).quotas):
         raise LaunchError(f"the {scope} {name} has no quota of {resource}", hint="`orc quota list` shows the quotas")
+    set_quota(session, scope, name, resource)
     echo_result(
         as_json, {"scope": scope, "name": name, "resource": resource}, f"{scope} {name}: any number of {resource}"
     )
@@ -64,24 +60,14 @@ def remove_command(user: str | None, project: str | None, resource: str, as_json
 @json_option
 def list_command(as_json: bool) -> None:
     """List the quotas, with their current use."""
-    from orc.orchestrator.engine.limits import use_of_quotas
+    from orc.orchestrator.api.clusters import list_quotas
 
-    found = use_of_quotas(_workspace())
-    rows = [(q.scope, q.name, q.resource, f"{used:.10g}", f"{q.amount:g}") for q, used in found]
-    told = {"quotas": [{**quota._asdict(), "used": used} for quota, used in found]}
-    listing(as_json, told, ("SCOPE", "NAME", "RESOURCE", "USED", "QUOTA"), rows, "no quotas")
+    found = list_quotas(open_client(reconciler=False).session)
+    rows = [(q.scope, q.name, q.resource, f"{q.used:.10g}", f"{q.amount:g}") for q in found.quotas]
+    listing(as_json, found.to_dict(), ("SCOPE", "NAME", "RESOURCE", "USED", "QUOTA"), rows, "no quotas")
 
 
 def _named(user: str | None, project: str | None) -> tuple[str, str]:
     if bool(user) == bool(project):
         raise click.UsageError("give --user NAME or --project NAME")
     return ("user", user) if user else ("project", project or "")
-
-
-def _workspace() -> Workspace:
-    """Return the workspace of this machine."""
-    from orc.orchestrator.client import Client
-
-    client = Client(reconciler=False)
-    click.get_current_context().call_on_close(client.close)
-    return client.workspace

@@ -251,7 +251,6 @@ def write(plan: Plan, document: Mapping[str, Any], folder: Path) -> list[Path]:
 
     Raises `LaunchError`; the folder appears complete or not at all.
     """
-    import json
     import shutil
     import tempfile
 

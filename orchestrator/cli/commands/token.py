@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.orchestrator.cli.options import UNITS, json_option
+from orc.orchestrator.cli.options import AGE, json_option
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.output import echo, echo_result
@@ -23,12 +23,10 @@ class _Span(click.ParamType["float | None"]):
     name = "span"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
-        if value is None or value == "never" or isinstance(value, float):
-            return None if value == "never" or value is None else float(value)
-        number, unit = str(value)[:-1], str(value)[-1:]
-        if not number.isdigit() or unit not in UNITS or not 0 < int(number) * UNITS[unit] <= 3660 * 86400:
+        seconds = None if value == "never" else AGE.convert(value, param, ctx)
+        if seconds is not None and not 0 < seconds <= 3660 * 86400:
             self.fail(f"{value!r} is no time: 90d, 12h, 30m, or never.", param, ctx)
-        return float(int(number) * UNITS[unit])
+        return seconds
 
 
 @click.group("token")

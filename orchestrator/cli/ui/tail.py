@@ -12,7 +12,7 @@ import fcntl
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -239,6 +239,20 @@ class Cursor:
         """*start* is the offset of the first byte of each log; *around* is entered while something is written."""
         self._client, self._job_id, self._sink, self._start, self._around = client, job_id, sink, start, around
         self._offsets: dict[tuple[int, LogSelector], int] = {}
+        self._unreachable: dict[tuple[int, LogSelector], BackendUnreachable] = {}
+
+    @property
+    def unreachable(self) -> dict[str, str]:
+        """Hosts whose logs could not be read the last time, and why."""
+        return {error.where or label(log).strip(): error.what for (_, log), error in self._unreachable.items()}
+
+    def read(self, attempt: int, selector: LogSelector, offset: int) -> Iterator[LogChunk]:
+        """Yield what a log holds from *offset* on, as far as its host answers; `unreachable` names the others."""
+        self._unreachable.pop((attempt, selector), None)
+        try:
+            yield from self._client.read_log(self._job_id, selector, attempt=attempt, offset=offset)
+        except BackendUnreachable as error:
+            self._unreachable[attempt, selector] = error
 
     def copy(self, attempt: int, selectors: Sequence[LogSelector]) -> int:
         """Copy what the logs hold beyond the last copy; the number of bytes."""
@@ -248,7 +262,7 @@ class Cursor:
             if count := self._copy_in_kernel(attempt, selector, offset):
                 copied, offset = copied + count, offset + count
                 self._offsets[attempt, selector] = offset
-            for chunk in self._client.read_log(self._job_id, selector, attempt=attempt, offset=offset):
+            for chunk in self.read(attempt, selector, offset):
                 with self._around():
                     self._sink.write(attempt, chunk)
                     self._sink.flush()
@@ -267,7 +281,7 @@ class Cursor:
         """Copy the last *lines* lines of each log, and go on from its end."""
         for selector in selectors:
             last = LogChunk(selector, self._start, b"")
-            for chunk in self._client.read_log(self._job_id, selector, attempt=attempt, offset=self._start):
+            for chunk in self.read(attempt, selector, self._start):
                 data = last.data + chunk.data
                 keep = last_lines(data, lines)
                 last = LogChunk(selector, chunk.end - len(keep), keep)

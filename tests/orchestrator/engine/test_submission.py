@@ -7,6 +7,7 @@ from fake_backend import FakeBackend
 
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import BackendError, BackendUnreachable, BundleError, SpecError
+from orc.launchers.spec import load_job
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import delivery, orphans
 from orc.orchestrator.ledger.errors import LedgerError
@@ -252,6 +253,17 @@ def test_a_resubmission_is_a_new_job_from_the_same_snapshot(client, backend, job
     assert (new.digests, new.spec, new.tags) == (old.digests, old.spec, old.tags)
     assert new.source == f"job:{old.id}"
     assert backend.calls("run") == [old.attempt.marker, new.attempt.marker]
+
+
+@pytest.mark.parametrize(
+    "override", ["args.epochs=1", "args.lr=0.2", "args.fast=false", "args=[all, --new]", "env.A=2"]
+)
+def test_a_resubmission_takes_the_overrides_of_a_submission(client, job_file, override):
+    given = {"args": {"lr": 0.1, "fast": True, "sizes": [1, 2], "from": "-x"}, "env": {"A": "1"}}
+    loaded = job_file(**given)
+    new = client.resubmit(client.submit(loaded).id, overrides=[override])
+    submitted = client.submit(load_job(loaded.source_path, [override], cluster=loaded.spec.cluster))
+    assert new.spec == submitted.spec
 
 
 def test_the_plan_of_an_attempt_is_recorded_by_its_digest(client, job_file):

@@ -302,15 +302,6 @@ def test_hosts_are_given_back_at_the_end_or_when_that_is_wanted(ledger, events, 
     assert len(ledger.reservations()) == kept
 
 
-def test_failed_hosts_are_of_the_attempt_that_ended(ledger):
-    create(ledger, placement=TWO)
-    record(ledger, A, Event(Kind.FAILED, 1), Event(Kind.RETRY), failed_hosts=("n2", "n1", "n2"))
-    with ledger.transaction() as tx:
-        assert tx.failed_hosts(A) == {1: ("n1", "n2")}
-        assert tx.failed_hosts(B) == {}
-    assert cells(ledger, "SELECT job_id, attempt, host FROM culprits ORDER BY host") == [(A, 1, "n1"), (A, 1, "n2")]
-
-
 def test_an_event_that_is_not_allowed_changes_nothing(ledger):
     create(ledger, placement=TWO)
     before = (ledger.job(A), told(ledger), ledger.reservations())
@@ -325,7 +316,7 @@ def test_a_refused_change_is_found_before_anything_else_is_written(ledger):
     with ledger.transaction() as tx:
         with pytest.raises(Conflict, match=f"^{A}$"):
             tx.record(stale, Event(Kind.FAILED, 1), attempt_set={"reason": "x"}, failed_hosts=["n1"])
-        assert tx.reload(stale).state == "SUBMITTING"
+        assert tx.find(stale.id).state == "SUBMITTING"
     assert (ledger.job(A).attempt.reason, ledger.failed_hosts(A), len(ledger.reservations())) == ("", {}, 2)
 
 
@@ -341,7 +332,7 @@ def test_a_transaction_sees_what_it_has_written_and_nobody_else_does(ledger, tmp
     other = Ledger(open_database(tmp_path), clock)
     with ledger.transaction() as tx:
         job = tx.enqueue(new(), "waiting for room")
-        assert tx.find(A) == tx.reload(job) == job
+        assert tx.find(A) == tx.find(job.id) == job
         assert tx.find(B) is None
         assert other.job(A) is None
     assert other.job(A) == job

@@ -86,6 +86,18 @@ def test_every_filter_chooses_and_all_have_to_hold(ledger, put):
     assert walk(ledger, JobFilter(states=["QUEUED", "CANCELLED"]), 1) == [["c"], ["b"], ["a"]]
 
 
+def test_ids_that_start_alike_come_newest_first_then_by_id_up_to_a_limit(ledger, put):
+    put("digits-b", 1)
+    put("digits-a", 1)
+    put("digits-c", 2)
+    put("other-digits", 3)
+    assert ledger.matching_ids("digits", 5) == ["digits-c", "digits-b", "digits-a"]
+    assert ledger.matching_ids("digits-", 2) == ["digits-c", "digits-b"]
+    assert ledger.matching_ids("digits-a", 5) == ["digits-a"]
+    assert ledger.matching_ids("DIGITS", 5) == ledger.matching_ids("%", 5) == ledger.matching_ids("digits_", 5) == []
+    assert ledger.matching_ids("", 1) == ["other-digits"]
+
+
 def test_a_row_tells_whose_the_job_is_and_where_it_belongs(ledger, put):
     put("a", owner="ann", project="p", priority=3, group_id="g", group_index=4, not_before=5.0, deadline_at=6.0)
     row = JobRow(*ledger.page(JobFilter()).rows[0])

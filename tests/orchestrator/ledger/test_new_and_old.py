@@ -146,6 +146,8 @@ NO_LEDGER = "this is a SQLite database, but not an orc ledger"
 @pytest.mark.parametrize(
     "statements",
     [
+        ["PRAGMA user_version = 1"],
+        ["CREATE TABLE notes (text)"],
         ["CREATE TABLE alembic_version (version_num)"],
         ["CREATE TABLE alembic_version (version_num)", f"INSERT INTO alembic_version VALUES ('{HEAD}')"],
         ["CREATE TABLE jobs (id)"],

@@ -16,10 +16,8 @@ from pathlib import Path
 import pytest
 
 from orc.orchestrator.ledger import database as ledger_database
-from orc.orchestrator.ledger.database import SqliteDatabase, explained
-from orc.orchestrator.ledger.engine import CoreDatabase
 from orc.orchestrator.ledger.errors import LedgerError
-from orc.orchestrator.ledger.ledger_file import holders, pids
+from orc.orchestrator.ledger.ledger_file import holders
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.version import HEAD
 
@@ -43,14 +41,6 @@ def test_files_beside_the_ledger_are_private_too(tmp_path):
         connection.execute("INSERT INTO job_tags (job_id, key, value) SELECT id, 'a', 'b' FROM jobs")
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert modes == {f"ledger.db{suffix}": 0o600 for suffix in ("", "-wal", "-shm", ".reserve")}
-    database.close()
-
-
-def test_the_file_is_durable_checked_and_in_wal_mode_and_is_waited_for(tmp_path):
-    database = open_database(tmp_path)
-    with database.read() as connection:
-        pragmas = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
-        assert [connection.tuples(f"PRAGMA {name}")[0][0] for name in pragmas] == ["wal", 2, 1, 120_000]
     database.close()
 
 
@@ -86,24 +76,6 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path):
     assert "not a database" in str(caught.value)
     assert "move it away" in caught.value.hint
     assert (tmp_path / "ledger.db").read_bytes() == b"precious notes\n" * 100
-
-
-def test_a_ledger_that_was_cut_to_nothing_is_refused_and_says_what_lies_there(tmp_path):
-    (tmp_path / "ledger.db").touch()
-    (tmp_path / "jobs" / "digits-k3f9a2").mkdir(parents=True)
-    for _ in range(2):
-        with pytest.raises(LedgerError, match="0 bytes, and the directories of 1 jobs lie beside it") as caught:
-            open_database(tmp_path)
-    assert caught.value.where == str(tmp_path / "ledger.db")
-    assert "orc adopt" in caught.value.hint
-    assert (tmp_path / "ledger.db").stat().st_size == 0
-
-
-def test_a_database_without_a_table_is_no_new_ledger_either(tmp_path):
-    with sqlite3.connect(tmp_path / "ledger.db") as connection:
-        connection.execute("PRAGMA user_version = 1")
-    with pytest.raises(LedgerError, match="not an orc ledger"):
-        open_database(tmp_path)
 
 
 def test_a_first_user_who_dies_leaves_no_half_made_ledger(tmp_path, monkeypatch):
@@ -148,16 +120,6 @@ def open_writer(path):
     writer.close()
 
 
-def test_who_waits_for_a_lock_does_not_hold_it():
-    table = (
-        "1: POSIX  ADVISORY  WRITE 41 08:01:131 120 120\n"
-        "1: -> POSIX  ADVISORY  WRITE 42 08:01:131 120 120\n"
-        "2: POSIX  ADVISORY  READ 43 08:01:131 124 124\n"
-        "3: FLOCK  ADVISORY  WRITE 44 08:01:999 0 EOF\n"
-    )
-    assert pids(table, [131]) == [41]
-
-
 def test_texts_are_read_alike_whatever_the_encoding_of_the_locale(tmp_path, monkeypatch):
     monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "utf-16")
     database = open_database(tmp_path)
@@ -185,15 +147,6 @@ def test_a_damaged_ledger_is_refused_and_left_alone(tmp_path):
     assert file.read_bytes() == content
 
 
-def test_another_programs_database_is_refused_and_left_alone(tmp_path):
-    with sqlite3.connect(tmp_path / "ledger.db") as connection:
-        connection.execute("CREATE TABLE notes (text)")
-    with pytest.raises(LedgerError, match="not an orc ledger"):
-        open_database(tmp_path)
-    with sqlite3.connect(tmp_path / "ledger.db") as connection:
-        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("notes",)]
-
-
 @pytest.mark.parametrize(("written", "hint"), [("9999", "upgrade orc"), ("0001", "before the first release")])
 def test_a_ledger_of_an_unknown_schema_is_refused_and_left_alone(tmp_path, written, hint):
     open_database(tmp_path).close()
@@ -203,15 +156,6 @@ def test_a_ledger_of_an_unknown_schema_is_refused_and_left_alone(tmp_path, writt
         open_database(tmp_path)
     assert hint in caught.value.hint
     assert version(tmp_path / "ledger.db") == written
-
-
-@pytest.mark.parametrize("where", ["/proc/orc-state", "/dev/null/state"])
-def test_a_state_directory_that_cannot_be_made_is_one_clear_error(where):
-    from pathlib import Path
-
-    with pytest.raises(LedgerError, match="cannot make the state directory") as caught:
-        open_database(Path(where))
-    assert "ORC_STATE_DIR" in caught.value.hint
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_no_half_made_ledger(tmp_path):
@@ -236,30 +180,6 @@ def test_a_full_disk_is_one_clear_error_and_leaves_no_half_made_ledger(tmp_path)
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
-def test_a_ledger_that_may_only_be_read_says_what_to_do(tmp_path):
-    open_database(tmp_path).close()
-    path = tmp_path / "ledger.db"
-    read_only = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    with pytest.raises(LedgerError, match="readonly") as caught, explained(path):
-        read_only.execute("DELETE FROM jobs")
-    read_only.close()
-    assert "ORC_STATE_DIR" in caught.value.hint
-
-
-def test_a_sqlite_url_names_the_file(tmp_path):
-    database = open_database(tmp_path / "state", f"sqlite:///{tmp_path}/elsewhere.db")
-    assert isinstance(database, SqliteDatabase)
-    database.close()
-    assert version(tmp_path / "elsewhere.db") == HEAD
-    assert not (tmp_path / "state").exists()
-
-
-@pytest.mark.parametrize("url", ["sqlite:///", "sqlite:///:memory:"])
-def test_a_ledger_in_memory_is_refused(tmp_path, url):
-    with pytest.raises(LedgerError, match="outlive"):
-        open_database(tmp_path, url)
-
-
 @pytest.mark.parametrize(
     "url",
     [
@@ -279,17 +199,6 @@ def test_an_error_never_shows_the_password_of_a_url(tmp_path, scheme):
     with pytest.raises(LedgerError) as caught:
         open_database(tmp_path, f"{scheme}://user:hunter2@host:99999/x")
     assert "hunter2" not in str(caught.value)
-
-
-def test_any_other_url_is_opened_through_sqlalchemy_and_migrated(tmp_path):
-    url = f"sqlite+pysqlite:///{tmp_path}/core.db"
-    for _ in range(2):
-        database = open_database(tmp_path / "state", url)
-        assert isinstance(database, CoreDatabase)
-        with database.read() as connection:
-            assert connection.tuples("SELECT count(*) FROM jobs") == [(0,)]
-        database.close()
-    assert version(tmp_path / "core.db") == HEAD
 
 
 def test_errors_behind_a_url_are_as_clear(tmp_path):

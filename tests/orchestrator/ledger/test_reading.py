@@ -11,7 +11,7 @@ from orc.launchers.backends.base import Placement
 from orc.orchestrator.ledger.database import one_of
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
-from orc.orchestrator.ledger.queries import JobFilter, conditions
+from orc.orchestrator.ledger.queries import conditions
 from orc.orchestrator.ledger.records import EventRecord, NewJob, Reservation
 from orc.orchestrator.ledger.store import Ledger
 
@@ -151,63 +151,6 @@ def test_hosts_of_a_row_are_those_of_the_newest_attempt(ledger, put):
     assert [(row[6], row[10]) for row in ledger.rows()] == [(2, ("n2",))]
 
 
-def test_rows_come_newest_first_then_by_id_up_to_a_limit(ledger, put, clock):
-    put("b", 1, tags={"t": "b"}, placement=Placement(("n1",), 1))
-    put("a", 1, tags={"t": "a"}, placement=Placement(("n2",), 1))
-    put("c", 2)
-    put("d", 0)
-    ledger.note_seen(["a", "b"])
-    assert [row[0] for row in ledger.rows()] == ["c", "b", "a", "d"]
-    for limit in range(6):
-        assert [row[0] for row in ledger.rows(limit=limit)] == ["c", "b", "a", "d"][:limit]
-    assert [row[10:13] for row in ledger.rows(limit=2)] == [((), {}, None), (("n1",), {"t": "b"}, clock.now)]
-
-
-def test_every_filter_of_rows_has_to_hold(ledger, put):
-    put("a", 4, name="x", tags={"t": "1", "u": "1"})
-    put("b", 3, name="x", tags={"t": "1", "u": "2"})
-    put("c", 2, name="y", tags={"t": "2", "u": "1"}, waits=True)
-    put("d", 1, name="y", tags={"u": "t"})
-
-    def found(limit=50, **filters):
-        return [row[0] for row in ledger.page(JobFilter(**filters), limit=limit).rows]
-
-    assert found(name="x") == ["a", "b"]
-    assert found(name="x", limit=1) == ["a"]
-    assert found(name="") == []
-    assert found(states=["QUEUED"]) == ["c"]
-    assert found(states=["QUEUED", "PREPARED"]) == ["a", "b", "c", "d"]
-    assert found(states=[]) == []
-    assert found(states=["PREPARED"], name="y") == ["d"]
-    assert found(tags={"t": "1"}) == ["a", "b"]
-    assert found(tags={"u": "1"}) == ["a", "c"]
-    assert found(tags={"t": "1", "u": "1"}) == ["a"]
-    assert found(tags={"t": "u"}) == found(tags={"1": "t"}) == []
-    assert found(tags={}) == ["a", "b", "c", "d"]
-    assert found(states=["PREPARED"], name="x", tags={"u": "2"}, limit=5) == ["b"]
-
-
-def test_no_states_are_a_condition_that_every_database_understands(ledger, put):
-    put("a")
-    asked = []
-    ledger.database._raw.set_trace_callback(asked.append)
-    assert ledger.page(JobFilter(states=[])).rows == []
-    assert any(statement.startswith("SELECT id") for statement in asked)
-    assert not any("()" in statement for statement in asked), "PostgreSQL takes no empty list"
-
-
-def test_ids_that_start_alike_come_newest_first_then_by_id_up_to_a_limit(ledger, put):
-    put("digits-b", 1)
-    put("digits-a", 1)
-    put("digits-c", 2)
-    put("other-digits", 3)
-    assert ledger.matching_ids("digits", 5) == ["digits-c", "digits-b", "digits-a"]
-    assert ledger.matching_ids("digits-", 2) == ["digits-c", "digits-b"]
-    assert ledger.matching_ids("digits-a", 5) == ["digits-a"]
-    assert ledger.matching_ids("DIGITS", 5) == ledger.matching_ids("%", 5) == ledger.matching_ids("digits_", 5) == []
-    assert ledger.matching_ids("", 1) == ["other-digits"]
-
-
 def test_what_belongs_to_a_job_is_read_by_its_id(ledger, put, clock):
     put("a", tags={"z": "1", "b": "2"})
     put("b", 7, tags={"x": "3"})
@@ -267,19 +210,6 @@ def test_reservations_of_a_cluster_come_by_host_then_by_age_job_and_node(ledger,
     assert [(r.host, r.job, r.node) for r in ledger.reservations("lab")] == here
     assert [(r.host, r.job, r.node) for r in ledger.reservations()] == [("n0", "far", 0), *here]
     assert [r.job for r in ledger.reservations("far")] == ["far"]
-
-
-def test_failed_hosts_come_by_attempt_and_host(ledger, put):
-    put("a")
-    put("b")
-    with ledger.transaction() as tx:
-        tx.record(tx.find("b"), Event(Kind.FAILED, 1), failed_hosts=["n7"])
-        job = tx.record(tx.find("a"), Event(Kind.FAILED, 1), Event(Kind.RETRY), failed_hosts=["n3", "n1"])
-        job = tx.prepare(job, "orc-a-a2", "plan")
-        tx.record(job, Event(Kind.FAILED, 2), failed_hosts=["n1", "n0"])
-    assert list(ledger.failed_hosts("a").items()) == [(1, ("n1", "n3")), (2, ("n0", "n1"))]
-    assert ledger.failed_hosts("b") == {1: ("n7",)}
-    assert ledger.failed_hosts("unknown") == {}
 
 
 def test_a_job_was_seen_when_its_cluster_last_spoke_of_it(ledger, put, clock):

@@ -28,21 +28,6 @@ def create(ledger: Ledger, job_id: str = "digits-aaaaaa", **changes):
         return create_prepared(tx, new_job(job_id, **changes), f"orc-{job_id}-a1", "p" * 64, "me", tx.now + 60)
 
 
-def test_what_is_written_is_read_back(ledger):
-    created = create(ledger, tags={"team": "vision"})
-    job = ledger.job("digits-aaaaaa")
-    assert job == created
-    assert (job.state, job.number, job.attempt.state, job.attempt.marker) == (
-        "PREPARED",
-        1,
-        "PREPARED",
-        "orc-digits-aaaaaa-a1",
-    )
-    assert ledger.spec(job.id)["args"] == ["é", "'; DROP TABLE jobs; --"]
-    assert ledger.tags(job.id) == {"team": "vision"}
-    assert ledger.attempts(job.id) == [job.attempt]
-
-
 def test_a_change_of_a_job_that_has_changed_since_is_refused_and_changes_nothing(ledger):
     stale = create(ledger)
     with ledger.transaction() as tx:
@@ -84,22 +69,3 @@ def test_two_jobs_cannot_have_one_id_and_two_attempts_cannot_have_one_marker(led
     with pytest.raises(LedgerError, match=r"(?i)unique"), ledger.transaction() as tx:
         create_prepared(tx, new_job("other-bbbbbb"), "orc-digits-aaaaaa-a1", "p", "me", 0.0)
     assert ledger.job("other-bbbbbb") is None
-
-
-def test_active_jobs_are_those_that_have_not_ended(ledger, clock):
-    for name in ("a-aaaaaa", "b-bbbbbb", "c-cccccc"):
-        create(ledger, name)
-        clock.now += 1
-    with ledger.transaction() as tx:
-        tx.record(tx.find("b-bbbbbb"), Event(Kind.FAILED, 1), Event(Kind.JOB_FAILED))
-    assert [job.id for job in ledger.active()] == ["a-aaaaaa", "c-cccccc"]
-    assert [job.id for job in ledger.active(["b-bbbbbb", "c-cccccc", "unknown"])] == ["c-cccccc"]
-    assert ledger.active([]) == []
-
-
-def test_ids_are_found_by_their_start_and_wildcards_mean_nothing(ledger):
-    create(ledger, "digits-aaaaaa")
-    create(ledger, "digits-bbbbbb")
-    assert set(ledger.matching_ids("digits", 5)) == {"digits-aaaaaa", "digits-bbbbbb"}
-    assert ledger.matching_ids("digits-a", 5) == ["digits-aaaaaa"]
-    assert ledger.matching_ids("%", 5) == ledger.matching_ids("digits_", 5) == []

@@ -205,9 +205,10 @@ def test_refused_changes_are_in_the_audit_log_with_who_sent_them(running: Any) -
 
 def test_an_admin_sets_quotas_and_everybody_reads_them(running: Any) -> None:
     quota = {"scope": "user", "name": "grace", "resource": "gpus", "amount": 8.0}
+    shown = {"quotas": [{**quota, "used": 0.0}]}
     with running.http() as admin, running.http("eve") as viewer:
         assert viewer.put("/api/v1/quotas", json=quota).status_code == 403
-        assert admin.put("/api/v1/quotas", json=quota).json() == {"quotas": [quota]}
-        assert viewer.get("/api/v1/quotas").json() == {"quotas": [quota]}
+        assert admin.put("/api/v1/quotas", json=quota).json() == shown
+        assert viewer.get("/api/v1/quotas").json() == shown
         assert admin.put("/api/v1/quotas", json={**quota, "amount": None}).json() == {"quotas": []}
         assert viewer.get("/api/v1/groups/none").status_code == 404

@@ -28,7 +28,7 @@ export async function openMerged(jobId, attempt, runs) {
     const follows = runs();
     let more = follows;
     try {
-      const { lines, next } = await api(`jobs/${encodeURIComponent(jobId)}/merged-log${query({ attempt, after })}`);
+      const { lines, next, unreachable } = await api(`jobs/${encodeURIComponent(jobId)}/merged-log${query({ attempt, after })}`);
       if (mine !== turn) return;
       after = next;
       more ||= lines.length > 0; // an answer is of bounded size
@@ -36,7 +36,8 @@ export async function openMerged(jobId, attempt, runs) {
       element.append(...lines.map(({ rank, text }) => h("div", { class: "l" }, h("span", { class: `of r${rank % COLORS}` }, `rank ${rank} `), ansi(text)[0])));
       while (element.childElementCount > MOST_LINES) element.firstChild.remove();
       if (atEnd) element.scrollTop = element.scrollHeight;
-      $("log-note").textContent = `all ranks, by the times that lines begin with${follows ? " · following" : ""}`;
+      const missing = Object.entries(unreachable).map(([host, why]) => ` · missing: ${host} (${why})`).join("");
+      $("log-note").textContent = `all ranks, by the times that lines begin with${follows ? " · following" : ""}${missing}`;
     } catch (error) {
       if (mine === turn) $("log-note").textContent = error.message;
     }

@@ -30,7 +30,7 @@ async function schedules(who) {
 
 async function quotas(who) {
   const { quotas: found } = await api("quotas");
-  const put = (quota, amount) => attempt(() => api("quotas", { method: "PUT", body: { ...quota, amount } }));
+  const put = ({ scope, name, resource }, amount) => attempt(() => api("quotas", { method: "PUT", body: { scope, name, resource, amount } }));
   fill($("quotas"), found.length ? table("Quotas", ["Of", "Name", "Resource", "At most", ""], found.map((one) =>
     h("tr", {}, h("td", {}, one.scope), h("td", {}, one.name), h("td", {}, one.resource), h("td", {}, one.amount.toLocaleString()),
       h("td", { class: "number" }, who.role === "admin" ?

@@ -94,7 +94,7 @@ def test_submit_follow_shows_rank_0_byte_for_byte_rings_and_succeeds(
     assert orc("submit", job_file(TWO), "--bell").code == 2
     result = orc("submit", job_file(TWO), "--follow", "--bell")
     assert [(title, "SUCCEEDED" in line) for title, (line,) in rung] == [("orc", True)]
-    assert (result.code, result.out) == (0, "out of 0\nerr of 0\n")
+    assert (result.code, result.out) == (0, "out of 0\nerr of 0\n"), result.err
     assert "SUCCEEDED" in result.err
 
 

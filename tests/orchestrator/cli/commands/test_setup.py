@@ -169,6 +169,12 @@ def test_one_bad_entry_says_nothing_about_the_other_clusters(orc: Run, orc_home:
         "here: {kind: local}\nodd: {kind: slumr}\npod: {kind: tpu, options: {zones: a}}\n"
     )
     assert orc("clusters", "show", "here").code == 0
+    listed = orc("clusters")
+    assert listed.code == 1
+    assert [line.split()[0] for line in listed.out.splitlines()[1:4]] == ["local", "here", "pod"]
+    assert "odd: odd.kind: unknown kind 'slumr'" in listed.err
+    assert f"{orc_home}/config/clusters.yaml:2:13" in listed.err
+    assert list(orc("clusters", "--json").json["errors"]) == ["odd"]
     shown = orc("clusters", "show", "odd")
     assert shown.code == 2
     assert "unknown kind 'slumr'" in shown.err

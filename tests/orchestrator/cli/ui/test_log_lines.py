@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from orc.launchers.attempts.records import LogChunk, LogSelector
+from orc.launchers.errors import BackendUnreachable
 from orc.orchestrator.cli.commands.logs import LineFilter, copy_merged, have_times
-from orc.orchestrator.cli.ui.tail import PrefixSink
+from orc.orchestrator.cli.ui.tail import Cursor, PrefixSink
 from orc.orchestrator.insight.log_times import UNKNOWN, Clock
 
 
@@ -30,7 +31,7 @@ class Logs:
     def merged(self, **options) -> list[str]:
         out = io.BytesIO()
         sink = PrefixSink(out, **options)
-        copy_merged(self, "j", 1, self.selectors, sink)
+        copy_merged(Cursor(self, "j", sink), 1, self.selectors, sink)
         sink.finish()
         return out.getvalue().decode().splitlines()
 
@@ -40,7 +41,7 @@ def test_lines_of_ranks_come_in_the_order_of_their_times():
         b"starting\n2026-01-01 10:00:01,500 a1\n  traceback of a1\n2026-01-01 10:00:04 a4\n",
         b"2026-01-01T10:00:01.2 b1\n2026-01-01T10:00:03 b3\nunfinished",
     )
-    assert have_times(logs, "j", 1, logs.selectors)
+    assert have_times(Cursor(logs, "j", None), 1, logs.selectors)
     assert [line.replace("2026-01-01", "").strip() for line in logs.merged()] == [
         "[rank 0] starting",
         "[rank 1] T10:00:01.2 b1",
@@ -50,6 +51,23 @@ def test_lines_of_ranks_come_in_the_order_of_their_times():
         "[rank 0]  10:00:04 a4",
         "[rank 1] unfinished",
     ]
+
+
+def test_a_host_that_does_not_answer_keeps_no_other_log_from_being_shown(monkeypatch):
+    logs = Logs(b"2026-01-01 10:00:01 a\n", b"2026-01-01 10:00:02 b\n", b"2026-01-01 10:00:03 c\n", piece=100)
+
+    def read_log(_job, selector, attempt=None, offset=0):
+        if selector.rank == 1:
+            raise BackendUnreachable("no route", where="node2")
+        return Logs.read_log(logs, _job, selector, attempt, offset)
+
+    monkeypatch.setattr(logs, "read_log", read_log)
+    sink = PrefixSink(out := io.BytesIO())
+    cursor = Cursor(logs, "j", sink)
+    assert have_times(cursor, 1, logs.selectors)
+    copy_merged(cursor, 1, logs.selectors, sink)
+    assert [line[:8] for line in out.getvalue().splitlines()] == [b"[rank 0]", b"[rank 2]"]
+    assert cursor.unreachable == {"node2": "no route"}
 
 
 def test_each_rank_has_a_colour_and_what_logs_bring_along_has_none():
@@ -75,7 +93,7 @@ def test_times_are_read_as_they_are_mostly_written(line, later):
 
 def test_a_log_without_times_is_told_from_one_with_some():
     logs = Logs(b"a\nb\n", b"c\n")
-    assert not have_times(logs, "j", 1, logs.selectors)
+    assert not have_times(Cursor(logs, "j", None), 1, logs.selectors)
 
 
 def filtered(text: bytes, **options) -> bytes:
@@ -106,7 +124,7 @@ def test_memory_stays_flat_however_long_logs_and_lines_are():
     sink = LineFilter(PrefixSink(null), pattern=re.compile(b"nothing"))
     tracemalloc.start()
     try:
-        copy_merged(logs, "j", 1, logs.selectors, sink)
+        copy_merged(Cursor(logs, "j", sink), 1, logs.selectors, sink)
         sink.finish()
         assert tracemalloc.get_traced_memory()[1] < 12 << 20
     finally:
