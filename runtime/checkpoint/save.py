@@ -189,7 +189,7 @@ def write(
         timeout_s=max(barrier.timeout_s, _COMMIT_PATIENCE_S),
     )
     mine = written[str(sites.mine)]
-    files = {name: FileRecord(record["size"], tuple(record["sums"])) for name, record in mine.items()}
+    files = {name: FileRecord(**record) for name, record in mine.items()}
     error = None
     if shards is not None and lengths:
         contents = partial(shards.metadata, lengths)

@@ -90,7 +90,7 @@ def object_store(sizes: tuple[int, ...] = (150, 500, 1500), checkpoints: int = 5
     for files in sizes:
         with counting_store() as store:
             names = [f"pytorch_model_0/__{rank}_0.distcp" for rank in range(files)]
-            manifest = Manifest("1", 0, 0, 0, files, 0.0, {name: FileRecord(1, (0,)) for name in names})
+            manifest = Manifest("1", 0, 0, 0, files, 0.0, {name: FileRecord(1, 0) for name in names})
             for number in range(checkpoints):
                 store.fill({f"run/checkpoint_{number}/{name}": b"x" for name in names})
                 store.fill({f"run/checkpoint_{number}/{NAME}": manifest.to_json()})

@@ -6,12 +6,11 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.checksum import ALGORITHMS, DEFAULT
 from orc.runtime.checkpoint.state.ownership import forget_dead
 from orc.runtime.checkpoint.storage.durable import FileRecord, checksums, remove_tree, replaced_name, sync_directory
 from orc.runtime.core.names import safe_relative_name
@@ -79,9 +78,7 @@ def shard_metadata(folder: str) -> str:
 
 
 NAME = "manifest.json"
-FORMAT = 3
-_CRC32_ONLY = 1  # the format before manifests named their algorithm
-_UNCHECKED = (_CRC32_ONLY, 2)  # formats before manifests checked themselves
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -89,9 +86,9 @@ class Manifest:
     """Content of a checkpoint. ``step`` counts optimizer steps; times are seconds since the epoch.
 
     ``epoch`` and ``offset`` (samples over all ranks) are where training goes on. On object stores, ``prefix`` stands
-    before the names of files that took the place of others. ``checksum`` names the algorithm of ``files``.
-    ``random_states`` are the ranks whose random states are among the files; `None` for all of them. ``norms`` are the
-    usual gradient norms by which updates are vetoed, each with the number of updates that it was taken from.
+    before the names of files that took the place of others. ``random_states`` are the ranks whose random states are
+    among the files; `None` for all of them. ``norms`` are the usual gradient norms by which updates are vetoed, each
+    with the number of updates that it was taken from.
     """
 
     id: str
@@ -102,7 +99,6 @@ class Manifest:
     created_at: float
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     prefix: str = ""
-    checksum: str = DEFAULT
     random_states: tuple[int, ...] | None = None
     norms: tuple[tuple[float, float], ...] = ()
 
@@ -117,12 +113,9 @@ class Manifest:
             "world_size": self.world_size,
             "created_at": self.created_at,
             **({"prefix": self.prefix} if self.prefix else {}),
-            "checksum": self.checksum,
             **({} if self.random_states is None else {"random_states": list(self.random_states)}),
             **({"norms": [list(pair) for pair in self.norms]} if self.norms else {}),
-            "files": {
-                name: {"size": record.size, "sums": list(record.sums)} for name, record in sorted(self.files.items())
-            },
+            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
         }
         data["own_checksum"] = _own_checksum(data)
         return (json.dumps(data, indent=1) + "\n").encode()
@@ -131,22 +124,14 @@ class Manifest:
     def from_json(cls, data: bytes) -> Manifest:
         """Inverse of `to_json`. Raises `ValueError` for anything else."""
         raw = json.loads(data)
-        if not isinstance(raw, dict) or raw.get("format") not in (*_UNCHECKED, FORMAT):
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise ValueError(f"format {raw.get('format') if isinstance(raw, dict) else raw!r}, expected {FORMAT}")
         own = raw.pop("own_checksum", None)
         try:
-            checksum = "crc32" if raw["format"] == _CRC32_ONLY else str(raw["checksum"])
-            if checksum not in ALGORITHMS:
-                raise ValueError(f"its checksums are {checksum}, this version of orc knows {', '.join(ALGORITHMS)}")
-            field = "crc32" if raw["format"] == _CRC32_ONLY else "sums"
             prefix = str(raw.get("prefix", ""))
             for name in raw["files"]:  # checkpoints are passed around: theirs may be the names of any files
                 safe_relative_name(name)
                 safe_relative_name(prefix + name)
-            files = {
-                str(name): FileRecord(int(record["size"]), tuple(int(value) for value in record[field]))
-                for name, record in raw["files"].items()
-            }
             ranks = raw.get("random_states")
             manifest = cls(
                 str(raw["id"]),
@@ -155,15 +140,14 @@ class Manifest:
                 int(raw["offset"]),
                 int(raw["world_size"]),
                 float(raw["created_at"]),
-                files,
+                {name: FileRecord(int(record["size"]), int(record["sum"])) for name, record in raw["files"].items()},
                 prefix,
-                checksum,
                 None if ranks is None else tuple(int(rank) for rank in ranks),
                 tuple((float(average), float(seen)) for average, seen in raw.get("norms", ())),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
-        if own != _own_checksum(raw) and (own is not None or raw["format"] not in _UNCHECKED):
+        if own != _own_checksum(raw):
             raise ValueError("it does not hold what was written: its own checksum differs")
         return manifest
 
@@ -221,13 +205,12 @@ def size_problems(directory: Path, manifest: Manifest) -> list[str]:
 
 def content_problems(directory: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
     """Return the files *names* that do not hold what was written, a line each. Reads them whole."""
-
     names = list(names)
     problems = []
-    for name, sums in zip(names, checksums([directory / name for name in names], manifest.checksum), strict=True):
-        if isinstance(sums, OSError):
-            problems.append(f"{name} cannot be read: {sums}")
-        elif sums != manifest.files[name]:
+    for name, record in zip(names, checksums([directory / name for name in names]), strict=True):
+        if isinstance(record, OSError):
+            problems.append(f"{name} cannot be read: {record}")
+        elif record != manifest.files[name]:
             problems.append(f"{name} does not hold what was saved (checksum differs)")
     return problems
 

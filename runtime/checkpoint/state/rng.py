@@ -38,7 +38,7 @@ def capture(compute: Compute | None = None, device: torch.device | None = None) 
             float(cached),
         )
     if device is not None and device.type == "cuda":
-        state["cuda"] = [torch.cuda.get_rng_state(device)]
+        state["cuda"] = torch.cuda.get_rng_state(device)
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     if compute is not None and (own := compute.rng_state()) is not None:
@@ -78,13 +78,10 @@ def restore(state: Mapping[str, Any], device: torch.device, compute: Compute | N
 
 def _restore_cuda(state: Mapping[str, Any], device: torch.device) -> None:
     """Put the generator of *device* where that of this process's device was, or seed it as the CPU's is."""
-    saved = state.get("cuda") or []
-    # An older version saved those of all GPUs that the process saw, by number: of these here if they are as many.
-    known = len(saved) == 1 or len(saved) == torch.cuda.device_count()
     try:
-        if not known:
-            raise ValueError(f"there are states of {len(saved)} GPUs, and none is known to be this one's")
-        torch.cuda.set_rng_state(saved[(device.index or 0) % len(saved)], device)
+        if "cuda" not in state:
+            raise ValueError("it was saved without a GPU")
+        torch.cuda.set_rng_state(state["cuda"], device)
     except (RuntimeError, TypeError, ValueError) as error:
         warnings.warn(
             f"the random numbers on {device} begin anew, with a seed that the CPU's generator gives: what was saved "

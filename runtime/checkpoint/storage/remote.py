@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.checksum import ALGORITHMS, BLOCK
 from orc.runtime.checkpoint.format.layout import NAME, NUMBERED, Manifest
 from orc.runtime.checkpoint.storage import s3
-from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
+from orc.runtime.checkpoint.storage.durable import Checksum, FileRecord, Hashing
 
 _READ = 4 * 1024 * 1024  # bytes per read
 T = TypeVar("T")
@@ -145,7 +144,7 @@ def place(text: object) -> Location:
 class RemoteFile(Hashing):
     """A new object; it is there after `close`."""
 
-    chunk = BLOCK
+    chunk = 64 * 1024 * 1024
 
     def __init__(self, remote: Remote) -> None:
         super().__init__()
@@ -216,23 +215,16 @@ def fetch(directory: Remote, manifest: Manifest, names: Iterable[str], target: P
     def copy(name: str) -> str | None:
         if name not in manifest.files:
             return f"{name} is missing"
-        found, size = [], 0
-        algorithm = ALGORITHMS[manifest.checksum]
-        total, left = algorithm(), BLOCK
+        total, size = Checksum(), 0
         incomplete = target / f"{name}.{secrets.token_hex(8)}"
         incomplete.parent.mkdir(parents=True, exist_ok=True)
         system, path = directory.system
         with system.open(f"{path}/{manifest.prefix}{name}", "rb") as source, incomplete.open("wb") as sink:
-            while data := source.read(min(_READ, left)):
+            while data := source.read(_READ):
                 sink.write(data)
                 total.update(memoryview(data))
-                left, size = left - len(data), size + len(data)
-                if left == 0:
-                    found.append(total.value())
-                    total, left = algorithm(), BLOCK
-        if left < BLOCK:
-            found.append(total.value())
-        if FileRecord(size, tuple(found)) != manifest.files[name]:
+                size += len(data)
+        if FileRecord(size, total.value()) != manifest.files[name]:
             return f"{name} does not hold what was saved (checksum differs)"
         incomplete.replace(target / name)
         return None

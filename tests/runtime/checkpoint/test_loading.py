@@ -74,7 +74,7 @@ def checkpoint(directory, **contents):
             records[name] = write_file(directory / name, content)
         else:
             torch.save(content, directory / name)
-            records[name] = FileRecord((directory / name).stat().st_size, ())
+            records[name] = FileRecord((directory / name).stat().st_size, 0)
     manifest = Manifest("0af3", 7, 1, 20, 1, 5.5, records)
     (directory / NAME).write_bytes(manifest.to_json())
     return manifest
@@ -305,7 +305,7 @@ def test_a_model_is_read_from_the_kind_of_file_that_is_there(tmp_path):
     def paths(manifest):
         return [entry.path for entry in models_of(tmp_path, manifest, nn.Linear(1, 1), nn.Linear(1, 1))]
 
-    safe, other = FileRecord(0, ()), FileRecord(0, ())
+    safe, other = FileRecord(0, 0), FileRecord(0, 0)
     both = Manifest("a", 0, 0, 0, 1, 0.0, {"model_1.safetensors": safe, "pytorch_model_1.bin": other})
     assert paths(both) == [tmp_path / "model.safetensors", tmp_path / "model_1.safetensors"]
     pickles = replace(both, files={"pytorch_model_1.bin": other})

@@ -338,7 +338,7 @@ DAMAGE = {
     "missing": (lambda d: (d / "scheduler.bin").unlink(), "scheduler.bin is missing"),
     "no manifest": (lambda d: (d / NAME).unlink(), "has no manifest.json: it is no complete checkpoint"),
     "manifest": (lambda d: (d / NAME).write_text("{"), "manifest.json cannot be read"),
-    "future": (lambda d: (d / NAME).write_text(json.dumps({"format": 9})), "format 9, expected 3"),
+    "future": (lambda d: (d / NAME).write_text(json.dumps({"format": 9})), "format 9, expected 4"),
 }
 
 

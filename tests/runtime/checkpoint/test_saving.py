@@ -382,7 +382,7 @@ def test_a_save_is_written_and_agreed_on_step_by_step(tmp_path):
     assert manifest == Manifest("0af3", 7, 1, 20, 1, 5.5, manifest.files)
     assert table.brought[0]["error"] is None
     assert table.brought[0]["site"] == 0
-    assert table.brought[0]["files"]["a"] == {"size": 1, "sums": manifest.files["a"].sums}
+    assert table.brought[0]["files"]["a"] == {"size": 1, "sum": manifest.files["a"].sum}
 
 
 def test_the_slowest_disk_is_waited_for_as_long_as_was_asked(tmp_path):
@@ -399,13 +399,13 @@ def test_the_slowest_disk_is_waited_for_as_long_as_was_asked(tmp_path):
 def test_files_of_all_ranks_are_in_the_manifest(tmp_path):
     save_ = opened(tmp_path / "s")
     (tmp_path / "s.tmp" / "b").write_bytes(b"22")
-    theirs = {"error": None, "site": 0, "files": {"b": {"size": 2, "sums": [5]}}}
-    elsewhere = {"error": None, "site": 2, "files": {"c": {"size": 3, "sums": [6]}}}
+    theirs = {"error": None, "site": 0, "files": {"b": {"size": 2, "sum": 5}}}
+    elsewhere = {"error": None, "site": 2, "files": {"c": {"size": 3, "sum": 6}}}
     table = Table(**{"save_state (writing)": [theirs, elsewhere]})
     write(context(world_size=3), table, request(tmp_path / "s"), save_, {"a": partial(put, b"1")}, None)
     manifest = read_manifest(tmp_path / "s")
     assert sorted(manifest.files) == ["a", "b"]
-    assert manifest.files["b"] == FileRecord(2, (5,))
+    assert manifest.files["b"] == FileRecord(2, 5)
     assert manifest.world_size == 3
 
 
@@ -483,7 +483,7 @@ def test_several_sites_complete_each_other_before_any_commits(tmp_path, monkeypa
     def complete(barrier, where, destination):
         asked.append((barrier, where, destination))
         (destination.path() / "b").write_bytes(b"22")
-        return {"b": FileRecord(2, (5,))}
+        return {"b": FileRecord(2, 5)}
 
     monkeypatch.setattr(save, "complete", complete)
     save_ = opened(tmp_path / "s", sites)
@@ -555,7 +555,7 @@ def test_files_are_written_side_by_side_unless_no_thread_may_start(tmp_path, wri
     names = ["c", "aa", "b", "dddd", "ee", "f"]
     barrier = threading.Barrier(writers)
     destination = opened(tmp_path / "s").destination
-    destination.hook_files = lambda: {"hooked": FileRecord(0, ())}
+    destination.hook_files = lambda: {"hooked": FileRecord(0, 0)}
     tasks = {name: partial(note, name) for name in names}
     records = save._write(destination, tasks, writers)
     assert list(records) == [*names, "hooked"]

@@ -12,7 +12,7 @@ from orc.runtime.checkpoint.storage.durable import FileRecord
 
 def checkpoint(directory, *, whole=True):
     directory.mkdir(parents=True)
-    files = {} if whole else {"lost": FileRecord(1, (0,))}
+    files = {} if whole else {"lost": FileRecord(1, 0)}
     (directory / NAME).write_bytes(Manifest("a", 0, 0, 0, 1, 0.0, files).to_json())
     return directory
 

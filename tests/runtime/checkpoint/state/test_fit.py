@@ -213,19 +213,6 @@ def test_a_manifest_that_was_changed_is_seen(tmp_path, make_run, name):
     assert run.state() == before
 
 
-def test_a_manifest_without_a_checksum_of_its_own_is_from_an_older_version(tmp_path, make_run):
-    run = make_run()
-    run.run().accelerator.save_state(tmp_path / "s")
-    expected = run.state()
-    data = json.loads((tmp_path / "s" / NAME).read_text())
-    del data["own_checksum"]
-    data["format"] = 2
-    (tmp_path / "s" / NAME).write_text(json.dumps(data, indent=1))
-    run.run()
-    run.accelerator.load_state(tmp_path / "s")
-    assert run.state() == expected
-
-
 def test_no_option_lets_a_checkpoint_run_code(tmp_path, make_run):
     run = make_run()
     run.accelerator.save_state(tmp_path / "s")

@@ -120,7 +120,7 @@ def test_a_state_that_lacks_something_or_is_none_is_refused():
 def test_the_generator_of_the_gpu_that_a_process_uses_is_saved_whatever_its_number_is_later(monkeypatch):
     gpus = Gpus(monkeypatch, ["zero", "one"])
     state = capture(device=torch.device("cuda", 1))
-    assert state["cuda"] == ["one"]
+    assert state["cuda"] == "one"
     for index, expected in ((0, ["one", "x"]), (1, ["x", "one"])):
         gpus.states[:] = ["x", "x"]
         restore(state, torch.device("cuda", index))
@@ -129,17 +129,8 @@ def test_the_generator_of_the_gpu_that_a_process_uses_is_saved_whatever_its_numb
     assert "cuda" not in capture(device=CPU), "a process on the CPU opens no GPU"
 
 
-def test_states_by_number_are_those_of_as_many_gpus_alone(monkeypatch):
-    gpus = Gpus(monkeypatch, ["x", "x"])
-    restore(capture() | {"cuda": ["zero", "one"]}, torch.device("cuda", 1))
-    assert gpus.states == ["x", "one"]
-    with pytest.warns(UserWarning, match="there are states of 3 GPUs, and none is known to be this one's"):
-        restore(capture() | {"cuda": ["zero", "one", "two"]}, torch.device("cuda", 1))
-    assert gpus.states == ["x", "one"]
-
-
 @pytest.mark.parametrize(
-    ("saved", "reason"), [({}, "there are states of 0 GPUs"), ({"cuda": [3]}, "RNG state is wrong size")]
+    ("saved", "reason"), [({}, "it was saved without a GPU"), ({"cuda": 3}, "RNG state is wrong size")]
 )
 def test_a_state_that_does_not_fit_the_gpu_is_a_warning_and_a_seed_that_is_the_same_each_time(
     monkeypatch, saved, reason
@@ -155,7 +146,7 @@ def test_a_state_that_does_not_fit_the_gpu_is_a_warning_and_a_seed_that_is_the_s
 
 
 def test_what_was_saved_on_a_gpu_is_restored_without():
-    restore(capture() | {"cuda": ["zero"], "mps": "nothing here"}, CPU)
+    restore(capture() | {"cuda": "zero", "mps": "nothing here"}, CPU)
 
 
 def test_the_generator_of_apples_gpus_is_saved_and_restored(monkeypatch):

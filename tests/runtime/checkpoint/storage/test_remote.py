@@ -279,7 +279,7 @@ def test_a_listing_of_s3_has_all_pages_and_no_neighbours(s3_store, monkeypatch):
 
 def requests_of_commit_and_retention(store, files):
     """The requests of S3 that the commit of a checkpoint of so many *files* takes, and the retention of two before."""
-    record, root = FileRecord(1, (0,)), RemoteRoot(Remote(f"s3://bucket/{files}"))
+    record, root = FileRecord(1, 0), RemoteRoot(Remote(f"s3://bucket/{files}"))
     manifest = Manifest("1", 0, 0, 0, 1, 0.0, {f"optimizer_0/{number}": record for number in range(files)})
     for number in range(3):
         for name in manifest.files:
