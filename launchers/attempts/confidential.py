@@ -34,6 +34,8 @@ def new_link_token() -> str:
 
 _PER_CALL = 500
 _TIMEOUT_S = 60.0
+# With what a writer that was killed has left of them.
+_REMOVE = "for d; do rm -f -- {}; done".format(" ".join(f'"$d/{name}" "$d"/.{name}.*.tmp' for name in CONFIDENTIAL))
 
 
 def remove_confidential(transport: Transport, directories: Sequence[str]) -> None:
@@ -42,5 +44,5 @@ def remove_confidential(transport: Transport, directories: Sequence[str]) -> Non
     One call for many. What a file system refuses stays: that the attempt has ended must be told all the same.
     """
     for start in range(0, len(directories), _PER_CALL):
-        paths = [f"{directory}/{name}" for directory in directories[start : start + _PER_CALL] for name in CONFIDENTIAL]
-        transport.run(["rm", "-f", "--", *paths], timeout_s=_TIMEOUT_S)
+        some = directories[start : start + _PER_CALL]
+        transport.run(["/bin/sh", "-c", _REMOVE, "sh", *some], timeout_s=_TIMEOUT_S)

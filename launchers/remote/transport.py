@@ -49,6 +49,10 @@ class WholeFile(NamedTuple):
     mode: int = 0o644
 
 
+NO_LINKS: Mapping[str, str] = {}
+_WRITERS = 8  # threads: a disk makes files durable together
+
+
 class Process(Protocol):
     """A running program with pipes. As a context manager it ends the program when it is left."""
 
@@ -121,12 +125,14 @@ class Transport(abc.ABC):
         Raises `BackendError` (no space, no permission), `BackendUnreachable`.
         """
 
-    def write_many(self, files: Sequence[WholeFile], directories: Sequence[str] = ()) -> None:
-        """Make *directories*, 0700, and write *files*, each as `write` does; a transport may do it in few commands."""
-        for directory in directories:
-            self.mkdir(directory)
-        for file in files:
-            self.write(file.path, file.data, mode=file.mode)
+    def write_many(
+        self, files: Sequence[WholeFile], directories: Sequence[str] = (), links: Mapping[str, str] = NO_LINKS
+    ) -> None:
+        """Make *directories*, 0700, and symbolic *links* (their targets, by path), and write *files* as `write` does.
+
+        Raises what that raises, and `NotImplementedError` where no scheduler is.
+        """
+        raise NotImplementedError(f"{self.name}: files are written one by one")
 
     @abc.abstractmethod
     def mkdir(self, path: str, *, mode: int = 0o700) -> None:
@@ -301,6 +307,22 @@ class LocalTransport(Transport):
         """See `Transport.write`."""
         with _refused(f"cannot write {path}"):
             files.write_file(path, data, mode)
+
+    def write_many(
+        self, files: Sequence[WholeFile], directories: Sequence[str] = (), links: Mapping[str, str] = NO_LINKS
+    ) -> None:
+        """See `Transport.write_many`."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        for directory in directories:
+            self.mkdir(directory)
+        for path, target in links.items():
+            self.mkdir(str(Path(path).parent))
+            self.remove(path)
+            with _refused(f"cannot make {path}"):
+                Path(path).symlink_to(target)
+        with ThreadPoolExecutor(_WRITERS) as threads:
+            list(threads.map(lambda file: self.write(file.path, file.data, mode=file.mode), files))
 
     def mkdir(self, path: str, *, mode: int = 0o700) -> None:
         """See `Transport.mkdir`."""

@@ -7,12 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from orc.launchers.attempts.confidential import remove_confidential
 from orc.launchers.backends.base import Handle, require_secrets
 from orc.launchers.backends.slurm import arrays
 from orc.launchers.backends.slurm.login import expand_agent_paths
 from orc.launchers.backends.slurm.lookup import KIND, JobLookup
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
-from orc.launchers.remote.transport import WholeFile
+from orc.launchers.remote.transport import NO_LINKS, WholeFile
 
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from orc.launchers.remote.transport import Transport
 
 SECRETS_NAME = "secrets.json"
-# Reads one path a line; link after link leads there, by number.
-_LINKS = 'cd "$1"; n=0; while IFS= read -r path; do ln -sfn "$path" "$n"; n=$((n + 1)); done'
-_LINKS_S = 30.0
 
 
 class Submitter:
@@ -81,8 +79,14 @@ class Submitter:
             known.update((handle.marker, handle) for handle in self._oldest_jobs(made))
         return [known[plan.marker] for plan in plans]
 
-    def _write(self, plans: Sequence[Plan], secrets: Mapping[str, str], others: Sequence[WholeFile] = ()) -> None:
-        """Write the directories of attempts for their agents, and *others* with them."""
+    def _write(
+        self,
+        plans: Sequence[Plan],
+        secrets: Mapping[str, str],
+        others: Sequence[WholeFile] = (),
+        links: Mapping[str, str] = NO_LINKS,
+    ) -> None:
+        """Write the directories of attempts for their agents, with *others* and *links*."""
         files, counted = list(others), []
         directories = [self._lookup.directory(plan.marker) for plan in plans]
         for plan, directory in zip(plans, directories, strict=True):
@@ -101,7 +105,7 @@ class Submitter:
             self._transport.read_many(counted) if counted else {}
         )  # jobs may have put their real number of nodes there
         logs = [f"{directory}/logs" for directory in directories]  # Slurm makes no directories for its output
-        self._transport.write_many([file for file in files if file.path not in kept], logs)
+        self._transport.write_many([file for file in files if file.path not in kept], logs, links)
 
     def _write_array(self, name: str, plans: Sequence[Plan], secrets: Mapping[str, str]) -> str:
         """Write the directories of all attempts and of their array, with links between them; return the array's."""
@@ -115,12 +119,8 @@ class Submitter:
             before = [element for element in arrays.elements_of(earlier.get(path, b"")) if element.array != name]
             record = arrays.record_of([*before, arrays.ArrayElement(name, index)])
             own.append(WholeFile(path, record, 0o600))
-        self._write(plans, secrets, own)
-        lines = "".join(f"{place}\n" for place in places)
-        links = ("/bin/sh", "-ec", _LINKS, "sh", directory)
-        done = self._transport.run(links, timeout_s=_LINKS_S + 0.1 * len(plans), stdin=lines.encode())
-        if done.status != 0:
-            raise BackendError(f"cannot make {directory}: {done.stderr.strip()}")
+        links = {f"{directory}/{index}": place for index, place in enumerate(places)}
+        self._write(plans, secrets, own, links)
         return directory
 
     def _sbatch(self, argv: Sequence[str], markers: Sequence[str]) -> str:
@@ -129,8 +129,7 @@ class Submitter:
         except AmbiguousSubmit:
             raise
         except BackendError:  # nothing will ever read them
-            for marker in markers:
-                self._transport.remove(f"{self._lookup.directory(marker)}/{SECRETS_NAME}")
+            remove_confidential(self._transport, [self._lookup.directory(marker) for marker in markers])
             raise
 
     def _oldest_jobs(self, handles: Sequence[Handle]) -> list[Handle]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import posixpath
-import secrets
 import tarfile
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,7 +16,15 @@ from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote.ssh.errors import LinkLost, NoSession
 from orc.launchers.remote.ssh.hosts import HostSpec
 from orc.launchers.remote.ssh.pool import ConnectionPool
-from orc.launchers.remote.transport import CommandTimeout, Completed, Process, Transport, WholeFile, disk_hint
+from orc.launchers.remote.transport import (
+    NO_LINKS,
+    CommandTimeout,
+    Completed,
+    Process,
+    Transport,
+    WholeFile,
+    disk_hint,
+)
 
 if TYPE_CHECKING:
     from orc.launchers.remote.ssh.connection import HostConnection
@@ -30,16 +36,18 @@ _DISK_S = 60.0  # a file operation that takes longer hangs
 _LOCALE = {"LC_ALL": "C"}
 _WRITE = """\
 umask 077; parent=$(dirname -- "$1") && mkdir -p -- "$parent" || exit
-part=$parent/.${1##*/}.$4.tmp; trap 'rm -f -- "$part"' EXIT; trap 'exit 1' HUP INT TERM; set -C
+part=$(mktemp -- "$parent/.${1##*/}.XXXXXXXXXXXX.tmp") || exit
+trap 'rm -f -- "$part"' EXIT; trap 'exit 1' HUP INT TERM
 cat >"$part" && test "$(wc -c <"$part")" -eq "$3" && chmod "$2" "$part" && sync "$part" && mv -fT -- "$part" "$1"
 """
-# The same for many files. Standard input is the temporary names ($1 bytes), pairs of a temporary and a final name
-# ($2 bytes), all ended by NUL, and a tar archive of the temporary files.
-_WRITE_MANY = """\
-umask 077; names=$(mktemp -d) || exit
-trap 'xargs -0 -r rm -f -- <"$names/parts"; rm -rf -- "$names"' EXIT; trap 'exit 1' HUP INT TERM
-head -c "$1" >"$names/parts" && head -c "$2" >"$names/moves" && test "$(wc -c <"$names/moves")" -eq "$2" &&
-tar -xPpmf - --no-same-owner --no-overwrite-dir && xargs -0 -r sync -- <"$names/parts" &&
+_UNPACK = "umask 077; tar -xPpmf - --no-same-owner --no-overwrite-dir"
+# The same for many files: standard input is their paths ($1 bytes), ended by NUL, and a tar archive of them.
+_WRITE_MANY = f"""\
+umask 077; names=$(mktemp -d) || exit; rename="s,[^/]*\\$,.&.${{names##*.}}.tmp,"
+trap 'xargs -0 -r rm -f -- 2>/dev/null <"$names/parts"; rm -rf -- "$names"' EXIT; trap 'exit 1' HUP INT TERM
+head -c "$1" >"$names/paths" && test "$(wc -c <"$names/paths")" -eq "$1" &&
+sed -z "$rename" <"$names/paths" >"$names/parts" && sed -z "h;$rename;p;x" <"$names/paths" >"$names/moves" &&
+{_UNPACK} --transform "$rename" && xargs -0 -r sync -- <"$names/parts" &&
 xargs -0 -r -n 2 mv -fvT -- <"$names/moves"
 """
 _MOST_FILES = 100  # in one command, which says nothing until they are on the disk
@@ -110,25 +118,23 @@ class SshTransport(Transport):
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """See `Transport.write`."""
-        self._change(
-            f"cannot write {path}", _WRITE, path, f"{mode:o}", str(len(data)), secrets.token_hex(6), stdin=data
-        )
+        self._change(f"cannot write {path}", _WRITE, path, f"{mode:o}", str(len(data)), stdin=data)
 
-    def write_many(self, files: Sequence[WholeFile], directories: Sequence[str] = ()) -> None:
-        """See `Transport.write_many`. One command for a hundred files."""
-        token = secrets.token_hex(6)
-        entries = [*map(_directory, directories), *(_part(file, token) for file in files)]
-        for start in range(0, len(entries), _MOST_FILES):
-            batch = entries[start : start + _MOST_FILES]
-            packed = io.BytesIO()
-            with tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as archive:
-                for entry, data, _ in batch:
-                    archive.addfile(entry, io.BytesIO(data))
-            parts = "".join(f"{entry.name}\0" for entry, _, path in batch if path).encode()
-            moves = "".join(f"{entry.name}\0{path}\0" for entry, _, path in batch if path).encode()
-            what = f"cannot write {batch[0][2] or batch[0][0].name} and {len(batch) - 1} more"
-            sizes = (str(len(parts)), str(len(moves)))
-            self._change(what, _WRITE_MANY, *sizes, stdin=parts + moves + packed.getvalue())
+    def write_many(
+        self, files: Sequence[WholeFile], directories: Sequence[str] = (), links: Mapping[str, str] = NO_LINKS
+    ) -> None:
+        """See `Transport.write_many`. One command for all that has no content, and one for a hundred files."""
+        if directories or links:
+            entries = [*map(_directory, directories), *(_link(*link) for link in links.items())]
+            self._change(
+                f"cannot make {entries[0].name} and others", _UNPACK, stdin=_archive((e, b"") for e in entries)
+            )
+        for start in range(0, len(files), _MOST_FILES):
+            batch = files[start : start + _MOST_FILES]
+            what = f"cannot write {batch[0].path} and {len(batch) - 1} more"
+            paths = "".join(f"{file.path}\0" for file in batch).encode()
+            packed = _archive((_entry(file), file.data) for file in batch)
+            self._change(what, _WRITE_MANY, str(len(paths)), stdin=paths + packed)
 
     def mkdir(self, path: str, *, mode: int = 0o700) -> None:
         """See `Transport.mkdir`."""
@@ -235,18 +241,30 @@ class SshTransport(Transport):
             return link, True
 
 
-def _directory(path: str) -> tuple[tarfile.TarInfo, bytes, str]:
+def _archive(entries: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for entry, data in entries:
+            archive.addfile(entry, io.BytesIO(data))
+    return packed.getvalue()
+
+
+def _directory(path: str) -> tarfile.TarInfo:
     entry = tarfile.TarInfo(path)
     entry.type, entry.mode = tarfile.DIRTYPE, 0o700
-    return entry, b"", ""
+    return entry
 
 
-def _part(file: WholeFile, token: str) -> tuple[tarfile.TarInfo, bytes, str]:
-    """Return the archive's entry of a file under its temporary name, its content and its final path."""
-    parent, name = posixpath.split(file.path)
-    entry = tarfile.TarInfo(f"{parent}/.{name}.{token}.tmp")
+def _link(path: str, target: str) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(path)
+    entry.type, entry.linkname = tarfile.SYMTYPE, target
+    return entry
+
+
+def _entry(file: WholeFile) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(file.path)
     entry.size, entry.mode = len(file.data), file.mode
-    return entry, file.data, file.path
+    return entry
 
 
 _ERRORS = {os.strerror(number): number for number in errno.errorcode}

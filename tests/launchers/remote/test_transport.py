@@ -9,15 +9,20 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from orc.launchers.backends.ssh.hosts import open_transports
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
-from orc.launchers.remote.ssh.transport import _MOST_FILES, _READ, _READ_MANY
+from orc.launchers.remote.ssh.errors import LinkLost
+from orc.launchers.remote.ssh.transport import _MOST_FILES, _READ, _READ_MANY, SshTransport
 from orc.launchers.remote.transport import CommandTimeout, LocalTransport, Transport, WholeFile
 
 
@@ -36,10 +41,50 @@ class There:
         return self.transport.run(("/bin/sh", "-c", script), timeout_s=timeout_s, **more)
 
 
-@pytest.fixture(params=["local", pytest.param("ssh", marks=pytest.mark.hosts)])
+class ScriptsHere(SshTransport):
+    """The file operations of `SshTransport`, by the shell of this machine."""
+
+    def __init__(self) -> None:
+        self.name, self.run = "here", LocalTransport().run
+
+    def close(self) -> None:
+        pass
+
+    def _connected(self) -> tuple[Any, bool]:
+        return SimpleNamespace(alive=False), False
+
+    def _started(self, argv: Sequence[str], *_: object, **__: object) -> Any:
+        return nullcontext(SimpleNamespace(gather=partial(self.gather, argv)))
+
+    def gather(self, argv: Sequence[str], stdin: bytes, patient: bool) -> tuple[int, bytes, bytes]:
+        done = subprocess.run(argv, input=stdin, capture_output=True, env={**os.environ, "LC_ALL": "C"}, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+
+class FirstIsCutOff(ScriptsHere):
+    """Loses its first link when half of the input is there; the command goes on when it gets the `rest`."""
+
+    first: subprocess.Popen[bytes] | None = None
+
+    def gather(self, argv: Sequence[str], stdin: bytes, patient: bool) -> tuple[int, bytes, bytes]:
+        if self.first is not None:
+            return super().gather(argv, stdin, patient)
+        self.first = subprocess.Popen(argv, stdin=subprocess.PIPE, env={**os.environ, "LC_ALL": "C"})
+        self.rest = stdin[len(stdin) // 2 :]
+        assert self.first.stdin is not None
+        self.first.stdin.write(stdin[: len(stdin) // 2])
+        self.first.stdin.flush()
+        raise LinkLost("the link is lost", where=self.name)
+
+
+SSH = pytest.param("ssh", marks=pytest.mark.hosts)
+AND_BY_SCRIPTS = pytest.mark.parametrize("there", ["local", "scripts", SSH], indirect=True)
+
+
+@pytest.fixture(params=["local", SSH])
 def there(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[There]:
-    if request.param == "local":
-        yield There(LocalTransport(), str(tmp_path), tmp_path)
+    if request.param != "ssh":
+        yield There(LocalTransport() if request.param == "local" else ScriptsHere(), str(tmp_path), tmp_path)
         return
     hosts = request.getfixturevalue("hosts")
     transport = open_transports(hosts.cluster(hosts=["node1"]))["node1"]
@@ -238,6 +283,7 @@ def test_many_threads_use_one_transport(there: There) -> None:
     assert found == {number: f"{number} {number * 10_000}\n" for number in range(12)}
 
 
+@AND_BY_SCRIPTS
 def test_a_file_is_written_with_its_mode_and_private_parents(there: There) -> None:
     there.transport.write(there.path("a/b/secret"), b"one", mode=0o600)
     there.transport.write(there.path("a/b/secret"), b"two", mode=0o600)
@@ -246,6 +292,7 @@ def test_a_file_is_written_with_its_mode_and_private_parents(there: There) -> No
     assert there.transport.names(there.path("a/b")) == ["secret"]
 
 
+@AND_BY_SCRIPTS
 def test_a_reader_never_sees_half_a_file(there: There) -> None:
     there.transport.write(there.path("file"), b"a" * 300_000)
     before = (there.seen / "file").open("rb")
@@ -255,14 +302,19 @@ def test_a_reader_never_sees_half_a_file(there: There) -> None:
     assert (there.seen / "file").read_bytes() == b"b" * 300_000
 
 
+@AND_BY_SCRIPTS
 def test_many_files_are_written_each_in_one_step(there: There) -> None:
     count = _MOST_FILES + 10
     there.transport.write(there.path("d/7"), b"before", mode=0o644)
     with (there.seen / "d" / "7").open("rb") as before:
         files = [WholeFile(there.path(f"d/{n}"), f"of {n}\n".encode(), 0o600) for n in range(count)]
         long = WholeFile(there.path(f"{'long/' * 40}it's *"), b"x" * 300_000, 0o755)
-        there.transport.write_many([*files, long], [there.path("e/logs"), there.path("d")])
+        for target in ("before", "d"):  # a link is replaced
+            links = {there.path(f"links/{n}"): there.path(target) for n in range(2)}
+            there.transport.write_many([*files, long], [there.path("e/logs"), there.path("d")], links)
         assert before.read() == b"before"
+    assert (there.seen / "links/1").readlink() == Path(there.path("d"))
+    assert mode(there, "links") == "700"
     read = there.transport.read_many([file.path for file in [*files, long]])
     assert read == {file.path: file.data for file in [*files, long]}
     assert [mode(there, name) for name in ("d", "d/7", "e", "e/logs", "long")] == ["700", "600", "700", "700", "700"]
@@ -271,12 +323,29 @@ def test_many_files_are_written_each_in_one_step(there: There) -> None:
     there.transport.write_many([])
 
 
+@AND_BY_SCRIPTS
 def test_of_many_files_none_is_left_half_written(there: There) -> None:
     there.transport.write(there.path("file"), b"")
     files = [WholeFile(there.path(name), b"x") for name in ("before", "file/below", "after")]
     with pytest.raises(BackendError, match=r"cannot write .*: "):
         there.transport.write_many(files)
     assert [name for name in there.transport.names(there.directory) if name.endswith(".tmp")] == []
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_a_command_that_lost_its_link_and_its_repetition_do_not_meet(tmp_path: Path, many: bool) -> None:
+    transport = FirstIsCutOff()
+    files = [WholeFile(str(tmp_path / name), name.encode() * 200_000) for name in "ab"]
+    if many:
+        transport.write_many(files)
+    else:
+        transport.write(files[0].path, files[0].data)
+    assert transport.first is not None
+    transport.first.communicate(transport.rest, 60)
+    assert transport.first.returncode == 0
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        Path(file.path).name: file.data for file in files[: 2 if many else 1]
+    }
 
 
 def test_a_place_that_cannot_be_written_is_named(there: There) -> None:
