@@ -290,8 +290,8 @@ class Backend(AttemptFiles):
         raise BackendError(
             f"clusters of kind {self.kind} have no snapshot stores that could be reached from here",
             where=f"cluster {self.cluster.name}",
-            hint="Submitting a job brings its snapshot there; in an object store, let a rule of the bucket delete what is "
-            "old below snapshots/.",
+            hint="Submitting a job brings its snapshot there; in an object store, let a rule of the bucket delete what "
+            "is old below snapshots/.",
         )
 
     def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
