@@ -113,28 +113,10 @@ def resolve_job(
     ref: Annotated[str, Bounds("An id, the unambiguous start of one, or `@last`", max_length=64)],
 ) -> MeantJob:
     """Return the id of the job that a text means."""
-    ledger = session.workspace.ledger
-    if ref == "@last":
-        newest = list_jobs(session, limit=1).jobs
-        if not newest:
-            raise JobNotFound("there is no job yet", hint="submit one: orc submit job.yaml")
-        return MeantJob(newest[0].id)
-    candidates = ledger.matching_ids(ref, limit=6) if ref else []
-    if ref in candidates or (ref and ledger.job(ref)):
-        return MeantJob(ref)
-    if len(candidates) == 1:
-        return MeantJob(candidates[0])
-    if candidates:
-        shown = ", ".join(candidates[:5]) + (", ..." if len(candidates) > 5 else "")
-        raise JobNotFound(f"{ref!r} is not unique", hint=f"it is the start of {shown}")
-    raise JobNotFound(f"no such job: {ref}", hint=_similar(session, ref))
-
-
-def _similar(session: LedgerSession, ref: str) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(ref, [row.id for row in list_jobs(session, limit=200).jobs], n=3)
-    return f"did you mean {' or '.join(near)}?" if near else "`orc list` shows the jobs"
+    try:
+        return MeantJob(session.workspace.ledger.resolve(ref))
+    except SpecError as error:
+        raise JobNotFound(error.what, hint=error.hint) from None
 
 
 @call("GET", "/jobs/{job_id}", shows=Kind.STATE, parts=(Kind.PLACES,))

@@ -29,7 +29,6 @@ from orc.launchers.spec.relations import artefact
 from orc.orchestrator.clients import groups
 from orc.orchestrator.clients.errors import NotAllowed, SnapshotMissing
 from orc.orchestrator.engine import schedules
-from orc.orchestrator.engine.admission import job_named
 from orc.orchestrator.engine.attempt_inputs import changed, digests_left, stored_snapshot
 from orc.orchestrator.engine.groups import as_member, submit_group
 from orc.orchestrator.engine.snapshots import check_script
@@ -307,7 +306,7 @@ class Submitter:
             wanted = artefact(text)
             if wanted.job in stages:
                 continue
-            source = job_named(self._ws, wanted.job)
+            source = self._ws.ledger.resolve(wanted.job)
             record = self._ws.ledger.job(source)
             owner = record.owner if record is not None else ""
             if not self._session.caller.may_change(owner):

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from orc.orchestrator.workspace import Workspace
 
 _SHOWN = 3
-_NEAR = 200  # newest jobs that a mistyped id is compared with
 
 
 def is_met(condition: str, state: JobState) -> bool:
@@ -73,12 +72,12 @@ def required(ws: Workspace, spec: JobSpec, known: Sequence[str] = ()) -> list[Re
     found: dict[str, Requirement] = {}
     for text in spec.depends_on:
         wanted = requirement(text)
-        job = wanted.job if wanted.job in known else job_named(ws, wanted.job)
+        job = wanted.job if wanted.job in known else ws.ledger.resolve(wanted.job, where="depends_on")
         found[job] = Requirement(job, wanted.condition)
     for name, text in spec.inputs.items():
         source, output = artefact(text)
         if source not in known:
-            source = job_named(ws, source)
+            source = ws.ledger.resolve(source, where=f"inputs.{name}")
             outputs = ws.ledger.spec(source).get("outputs", {})
             if output not in outputs:
                 from orc.launchers.spec.problems import choose
@@ -95,25 +94,6 @@ def required(ws: Workspace, spec: JobSpec, known: Sequence[str] = ()) -> list[Re
     if never := impossible_reason(ended):
         raise SpecError(never, where=spec.name, hint="resubmit that job first, or wait for another end: JOB:any")
     return list(found.values())
-
-
-def job_named(ws: Workspace, ref: str) -> str:
-    """Return the job id that *ref* means: an id, the unambiguous start of one, or ``@last``. Raises `SpecError`."""
-    if ref == "@last":
-        if rows := ws.ledger.rows(limit=1):
-            return str(rows[0][0])
-        raise SpecError("depends on @last, and there is no job yet")
-    candidates = ws.ledger.matching_ids(ref, limit=4)
-    if ref in candidates or ws.ledger.job(ref) is not None:
-        return ref
-    if len(candidates) == 1:
-        return candidates[0]
-    if candidates:
-        raise SpecError(f"depends on {ref!r}, which is not unique", hint=f"it is the start of {', '.join(candidates)}")
-    from orc.launchers.spec.problems import nearest
-
-    near = nearest(ref, [str(row[0]) for row in ws.ledger.rows(limit=_NEAR)])
-    raise SpecError(f"depends on {ref!r}, and there is no such job{near}", hint="`orc list` shows the jobs")
 
 
 # -- passes

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine import fault_points, orphans, schedules
-from orc.orchestrator.engine.pass_loop import Pass, PassLoop
+from orc.orchestrator.engine import fault_points
 
 if TYPE_CHECKING:
     from orc.orchestrator.engine.pass_loop import Passes
@@ -165,7 +164,8 @@ def run(open_client: Callable[[], Passes], report_line: Callable[[str], None]) -
                 why = _serve(client, descriptor, report_line)
             # A submission while this process made up its mind has found the lease taken; also where the ledger was
             # replaced, by `orc adopt` for one.
-            if why is StopReason.LEDGER_GONE and not _stamp(_file(ws.ledger.database.url)):
+            file = _file(ws.ledger.database.url)
+            if why is StopReason.LEDGER_GONE and not (file and file.exists()):
                 return
             if why is StopReason.IDLE and not ws.ledger.active() and _next_due(ws) is None:
                 return
@@ -173,9 +173,11 @@ def run(open_client: Callable[[], Passes], report_line: Callable[[str], None]) -
 
 def _serve(client: Passes, descriptor: int, report_line: Callable[[str], None]) -> StopReason:
     """Run passes until there is a reason not to go on with this client."""
+    from orc.orchestrator.engine.pass_loop import Pass, PassLoop, stamp
+
     ws = client.workspace
-    described = _stamp(client.clusters_file)
-    ledger = _stamp(_file(ws.ledger.database.url))
+    described = stamp(client.clusters_file)
+    ledger = stamp(_file(ws.ledger.database.url))
     me = Process(os.getpid(), os.uname().nodename, ws.clock())
     trouble: Mapping[str, str] = {}
     scheduled: float | None = None
@@ -198,15 +200,17 @@ def _serve(client: Passes, descriptor: int, report_line: Callable[[str], None]) 
                 report_line("no job is live")
                 return StopReason.IDLE
         ws.sleep(passes.wait_s(scheduled))
-        if _stamp(_file(ws.ledger.database.url))[:2] != ledger[:2]:
+        if stamp(_file(ws.ledger.database.url))[:2] != ledger[:2]:
             report_line("the ledger was removed or replaced")
             return StopReason.LEDGER_GONE
-        if _stamp(client.clusters_file) != described:
+        if stamp(client.clusters_file) != described:
             return StopReason.CLUSTERS_CHANGED
 
 
 def _next_due(ws: Workspace) -> float | None:
     """Return when something is due although no job is live: a schedule, or the look for an orphan."""
+    from orc.orchestrator.engine import orphans, schedules
+
     return min((at for at in (schedules.next_due(ws), orphans.next_due(ws)) if at is not None), default=None)
 
 
@@ -218,12 +222,3 @@ def _describe(descriptor: int, me: Process) -> None:
 
 def _file(url: str) -> Path | None:
     return Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:///") else None
-
-
-def _stamp(path: Path | None) -> tuple[int, ...]:
-    """Device, inode, time and size of a file; empty when it is not there."""
-    try:
-        status = path.stat() if path else None
-    except FileNotFoundError:
-        return ()
-    return (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size) if status else ()

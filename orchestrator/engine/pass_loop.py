@@ -110,6 +110,15 @@ def pause(now: float, last_change: float, due: list[float], shortest: float) -> 
     return min(length, max(min(due, default=now + length) - now, shortest))
 
 
+def stamp(path: Path | None) -> tuple[int, ...]:
+    """Return device, inode, time and size of a file, which tell its versions apart; nothing where it is not there."""
+    try:
+        status = path.stat() if path else None
+    except OSError:
+        return ()
+    return (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size) if status else ()
+
+
 class BackgroundPasses:
     """A thread with a client of its own that runs one pass after the other. Used as a context manager.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orc.orchestrator.engine import orphans, schedules
-from orc.orchestrator.engine.pass_loop import PassLoop
+from orc.orchestrator.engine.pass_loop import PassLoop, stamp
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class ReconcilerThreads:
     """Runs passes until it is stopped. *open_client* opens a client for the thread that calls it."""
 
     def __init__(self, open_client: Callable[[], Passes], *, look_s: float = LOOK_S) -> None:
-        self._open_client = open_client
+        self.new_client = open_client  # for the thread that calls it
         self._look_s = look_s
         self._lock = threading.Lock()
         self._status = ReconcilerStatus(False, "", ())
@@ -76,7 +76,7 @@ class ReconcilerThreads:
         try:
             while not stop.is_set():
                 try:
-                    client = client or self._open_client()
+                    client = client or self.new_client()
                     self._look(client, stop)
                     wait_s = self._look_s
                 except Exception as error:  # noqa: BLE001 - whatever it is, it may be over at the next look
@@ -134,10 +134,6 @@ class ReconcilerThreads:
         if done.error and (before is None or before.error != done.error):
             log.warning("%s: %s", done.cluster, done.error)
 
-    def open_client(self) -> Passes:
-        """Return a client for the calling thread."""
-        return self._open_client()
-
 
 class _Worker:
     """Thread that runs passes over the jobs of one cluster, as long as there are some."""
@@ -159,13 +155,15 @@ class _Worker:
             done = ClusterPasses(self.cluster, live=1)
             length = _RETRY_S[0]
             try:
-                if client is not None and _stamp(client) != described:  # another description of the clusters
+                if (
+                    client is not None and stamp(client.clusters_file) != described
+                ):  # another description of the clusters
                     _close(client)
                     client = None
                 if client is None or passes is None:
-                    client = self._threads.open_client()
+                    client = self._threads.new_client()
                     passes = PassLoop(client, self.cluster)
-                    described = _stamp(client)
+                    described = stamp(client.clusters_file)
                 found = passes.run()
                 error = found.trouble.get(self.cluster) or found.trouble.get("ledger", "")
                 done = replace(done, live=1 if found.jobs is None else len(found.jobs), error=error)
@@ -190,12 +188,3 @@ def _close(client: Passes | None) -> None:
     if client is not None:
         with contextlib.suppress(Exception):
             client.close()
-
-
-def _stamp(client: Passes) -> tuple[int, ...]:
-    """Return the stamp of the clusters file's version; empty where there is none."""
-    try:
-        status = client.clusters_file.stat()
-    except OSError:
-        return ()
-    return (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)

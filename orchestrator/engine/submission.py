@@ -16,7 +16,7 @@ from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
 from orc.orchestrator.engine import attempt_inputs, job_files, job_secrets
 from orc.orchestrator.engine import delivery as steps
-from orc.orchestrator.engine.admission import job_named, required, waiting_reason
+from orc.orchestrator.engine.admission import required, waiting_reason
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import RenderedPlan, render_anywhere
 from orc.orchestrator.engine.progress import Progress, silent
@@ -214,7 +214,7 @@ def _with_ids(ws: Workspace, spec: JobSpec, stages: Mapping[str, str]) -> JobSpe
         update={
             "depends_on": [f"{stages[one.job]}:{one.condition}" if one.job in stages else text for text, one in waits],
             "inputs": {
-                name: f"{stages.get(one.job) or job_named(ws, one.job)}.{one.output}" for name, one in taken.items()
+                name: f"{stages.get(one.job) or ws.ledger.resolve(one.job)}.{one.output}" for name, one in taken.items()
             },
         }
     )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.base import Cause, Observation, Phase
 from orc.launchers.errors import SpecError
-from orc.orchestrator.engine.log_rules import LogMatch
 from orc.orchestrator.engine.retry import GiveUp, RetryPolicy, decide, retry_cause, with_jitter
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
+
+if TYPE_CHECKING:
+    from orc.orchestrator.engine.log_rules import LogMatch
 
 ON_REQUEST = "on request"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
+from orc.launchers.errors import SpecError
 from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.database import Connection, Database, insert
 from orc.orchestrator.ledger.errors import LedgerError
@@ -27,6 +28,8 @@ from orc.orchestrator.ledger.queries import (
 )
 from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, Reservation
 from orc.orchestrator.ledger.transaction import Transaction
+
+_NEAR = 200  # newest jobs that a mistyped id is compared with
 
 
 class _Moment:
@@ -145,11 +148,6 @@ class Ledger:
             )
         return [AttemptRecord.from_row(row) for row in rows]
 
-    def rows(self, limit: int | None = None) -> list[tuple[Any, ...]]:
-        """Return rows of jobs (`orc.orchestrator.ledger.queries.read_rows`), newest first, *limit* at most."""
-        with self.database.read() as connection:
-            return read_rows(connection, JobFilter(), limit=limit)
-
     def page(self, wanted: JobFilter, after: str | None = None, limit: int = 50) -> Page:
         """Return the page of *limit* jobs that begins after the cursor *after*, newest first.
 
@@ -209,6 +207,26 @@ class Ledger:
                 {"length": len(prefix), "prefix": prefix, "limit": limit},
             )
         return [row[0] for row in rows]
+
+    def resolve(self, ref: str, where: str = "") -> str:
+        """Return the job id that *ref* means: an id, the unambiguous start of one, or ``@last``. Raises `SpecError`."""
+        if ref == "@last":
+            if newest := self.matching_ids("", 1):
+                return newest[0]
+            raise SpecError("there is no job yet", where=where, hint="submit one: orc submit job.yaml")
+        candidates = self.matching_ids(ref, 6) if ref else []
+        if ref in candidates or (ref and self.job(ref) is not None):
+            return ref
+        if len(candidates) == 1:
+            return candidates[0]
+        if candidates:
+            shown = ", ".join(candidates[:5]) + (", ..." if len(candidates) > 5 else "")
+            raise SpecError(f"{ref!r} is not unique", where=where, hint=f"it is the start of {shown}")
+        import difflib
+
+        near = difflib.get_close_matches(ref, self.matching_ids("", _NEAR), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`orc list` shows the jobs"
+        raise SpecError(f"no such job: {ref}", where=where, hint=hint)
 
     # -- writing
 

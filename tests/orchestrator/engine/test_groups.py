@@ -114,12 +114,12 @@ def test_a_dependency_that_cannot_be_is_refused_and_leaves_no_job(client, backen
     ended(client, backend, first.id, "failed")
     for wanted, said in [
         (first.id, f"{first.id} has failed, and this job runs only after it has succeeded"),
-        (first.id[:-1] + "0", f"did you mean '{first.id}'"),
-        ("nothing-like-that", "there is no such job"),
+        (first.id[:-1] + "0", f"did you mean {first.id}"),
+        ("nothing-like-that", "no such job"),
     ]:
         with pytest.raises(SpecError) as caught:
             client.submit(job_file(depends_on=wanted))
-        assert said in caught.value.what
+        assert said in str(caught.value)
     assert len(client.jobs()) == 1
 
 

@@ -11,7 +11,7 @@ from orc.launchers.backends.base import Placement
 from orc.orchestrator.ledger.database import one_of
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
-from orc.orchestrator.ledger.queries import conditions
+from orc.orchestrator.ledger.queries import JobFilter, conditions
 from orc.orchestrator.ledger.records import EventRecord, NewJob, Reservation
 from orc.orchestrator.ledger.store import Ledger
 
@@ -133,7 +133,7 @@ def test_a_row_is_all_that_a_list_shows_in_one_look(ledger, put, clock, looks):
     now = clock.now
     end(ledger, "old")
     looks.clear()
-    new, old = ledger.rows()
+    new, old = ledger.page(JobFilter()).rows
     assert new[:13] == ("new", "digits", "lab", "fake", "QUEUED", "", 0, now - 9, now - 9, None, (), {}, None)
     assert old[:13] == (
         *("old", "first", "far", "fake", "FAILED", "", 1, now - 14, now, None, ("n2", "n1")),
@@ -148,7 +148,7 @@ def test_hosts_of_a_row_are_those_of_the_newest_attempt(ledger, put):
     with ledger.transaction() as tx:
         job = tx.record(tx.find("a"), Event(Kind.FAILED, 1), Event(Kind.RETRY))
         tx.prepare(job, "orc-a-a2", "plan", Placement(("n2",), 1))
-    assert [(row[6], row[10]) for row in ledger.rows()] == [(2, ("n2",))]
+    assert [(row[6], row[10]) for row in ledger.page(JobFilter()).rows] == [(2, ("n2",))]
 
 
 def test_what_belongs_to_a_job_is_read_by_its_id(ledger, put, clock):
@@ -216,8 +216,8 @@ def test_a_job_was_seen_when_its_cluster_last_spoke_of_it(ledger, put, clock):
     put("a")
     put("b")
     ledger.note_seen([])
-    assert {row[0]: row[12] for row in ledger.rows()} == {"a": None, "b": None}
+    assert {row[0]: row[12] for row in ledger.page(JobFilter()).rows} == {"a": None, "b": None}
     ledger.note_seen(["a", "b"])
     first, clock.now = clock.now, clock.now + 5
     ledger.note_seen(["b"])
-    assert {row[0]: row[12] for row in ledger.rows()} == {"a": first, "b": first + 5}
+    assert {row[0]: row[12] for row in ledger.page(JobFilter()).rows} == {"a": first, "b": first + 5}
