@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from orc.runtime.attributes import AcceleratorAttributes
 from orc.runtime.checkpointing import Checkpointing
-from orc.runtime.core.accumulation import Accumulation
+from orc.runtime.core.accumulation import AccumulateBlock, Accumulation
 from orc.runtime.core.config import resolve
 from orc.runtime.core.context import current_context
 from orc.runtime.core.errors import OrcRuntimeError
@@ -319,7 +319,7 @@ class Accelerator(AcceleratorAttributes):
         Args:
             models: the models whose gradients accumulate.
         """
-        return self._accumulation.block(models)
+        return AccumulateBlock(self._accumulation, models)
 
     def no_sync(self, model: nn.Module | None = None, *more: nn.Module) -> AbstractContextManager[Any]:
         """A block around forward and backward in which the gradients of *model* (and *more*) are not synchronised.

@@ -141,7 +141,7 @@ class AcceleratorAttributes(ProcessControl):
     @property
     def sync_gradients(self) -> bool:
         """`True` if this step's gradients are synchronised and applied."""
-        return self._gradient.sync_gradients
+        return self._accumulation.take_over().sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:

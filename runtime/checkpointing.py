@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.saving import StateSaving
@@ -205,6 +206,8 @@ def _warn_of_unused(method: str, options: Mapping[str, Any]) -> None:
 
 
 def _place(given: str | os.PathLike[str] | None) -> Location | None:
+    if given is None or "://" not in (name := os.fspath(given)):
+        return None if given is None else Path(given)
     from orc.runtime.checkpoint.storage.remote import place
 
-    return None if given is None else place(os.fspath(given))
+    return place(name)

@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format import layout, state_file
+from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error, attempt
 from orc.runtime.checkpoint.saving import write
-from orc.runtime.checkpoint.state.adapters import adapter_names
 from orc.runtime.checkpoint.state.strategies import FULL, SHARDED, strategy_named, strategy_wanted
+from orc.runtime.checkpoint.storage.copying import read_state
 from orc.runtime.checkpoint.storage.durable import HashingFile, publish, remove_tree, temporary_name, write_file
 from orc.runtime.core.prepared import Layout, PreparedModel
 from orc.runtime.parallel.records import record_of
@@ -104,7 +107,7 @@ def load_fsdp_model(
 
     def load() -> None:
         here = strategy_named(SHARDED).model_state(record, keep=True) if adapter_only else {}
-        only = adapter_names(record, here) if adapter_only else None
+        only = _adapter_names(record, here) if adapter_only else None
         if folder is not None:
             if only is not None:
                 from orc.runtime.checkpoint.state.dcp import load_part
@@ -116,7 +119,7 @@ def load_fsdp_model(
             strategy_named(SHARDED).load_model(folder, record)
             return
         path = _file(directory, files, names)
-        state = _read(path)
+        state = read_state(path)
         if only is not None:
             from orc.runtime.checkpoint.state.dcp import difference, sizes_of
 
@@ -193,9 +196,9 @@ def load_fsdp_optimizer(
             return
         path = _file(directory, (layout.numbered(layout.OPTIMIZER_NAME, optimizer_index, "bin"),), names)
         if record.spread:
-            strategy_named(FULL).load_optimizer(_read(path), optimizer, [record])
+            strategy_named(FULL).load_optimizer(read_state(path), optimizer, [record])
         else:
-            optimizer.load_state_dict(_read(path))
+            optimizer.load_state_dict(read_state(path))
 
     _agree(_barrier(accelerator), "load_fsdp_optimizer", load)
 
@@ -211,9 +214,36 @@ def _whole_state(model: PreparedModel, keep: bool, adapter_only: bool) -> dict[s
     return dict(whole(_adapter_of(model, state), keep=keep, on_cpu=True))
 
 
+def _adapter_names(model: PreparedModel, names: Iterable[str]) -> dict[str, str] | None:
+    """Return the weights of the active adapter of *model*: peft's names for them, each with its name among *names*.
+
+    `None` of a model that is none of peft's.
+
+    Raises:
+        CheckpointError: it is an adapter of which peft saves something else than its weights.
+    """
+    peft = sys.modules.get("peft")  # where it is not loaded there are no such models
+    bare: Any = model.bare
+    if peft is None or not isinstance(bare, peft.PeftModel):
+        return None
+    # peft chooses and renames entries, whatever they are: these stand for the weights, which may be shards.
+    marks = {name: torch.empty(0) for name in names}
+    kept = peft.get_peft_model_state_dict(
+        bare, state_dict=marks, adapter_name=bare.active_adapter, save_embedding_layers=False
+    )
+    known = {id(mark): name for name, mark in marks.items()}
+    if any(id(mark) not in known for mark in kept.values()):
+        kind = bare.peft_config[bare.active_adapter].peft_type
+        raise CheckpointError(
+            f"peft saves an adapter of type {kind} not as the weights that it is trained as: save the whole model "
+            "(adapter_only=False), or the adapter with save_pretrained"
+        )
+    return {name: known[id(mark)] for name, mark in kept.items()}
+
+
 def _adapter_of(model: PreparedModel, state: dict[str, Any]) -> dict[str, Any]:
     """Return what of *state* is the adapter of *model*, under peft's names; all of it without one."""
-    only = adapter_names(model, state)
+    only = _adapter_names(model, state)
     return state if only is None else {name: state[own] for name, own in only.items()}
 
 
@@ -242,19 +272,6 @@ def _file(directory: Path, files: tuple[str, ...], folders: tuple[str, ...]) -> 
     raise CheckpointError(
         f"{directory} holds neither shards ({', '.join(folders)}) nor a full state ({', '.join(files)})"
     )
-
-
-def _read(path: Path) -> Any:
-    try:
-        if path.suffix == ".safetensors":
-            from orc.runtime.checkpoint.storage.copying import read_weights
-
-            return read_weights(path)
-        return state_file.read(path, "cpu", mmap=True)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _agree(barrier: Barrier, what: str, action: Any) -> None:
@@ -286,12 +303,7 @@ def _write_shards(barrier: Barrier, target: Path, state: dict[str, Any]) -> None
 
     def put() -> None:
         file = HashingFile(temporary / layout.shard_file(name, barrier.rank).rpartition("/")[2])
-        try:
-            write_shards(plans.values[name], plans.lengths[name], file)
-        except BaseException:
-            file.abandon()
-            raise
-        file.close()
+        file.fill(partial(write_shards, plans.values[name], plans.lengths[name]))
 
     def finish() -> None:
         if barrier.rank == 0:

@@ -1,4 +1,4 @@
-"""Exceptions that saving and loading raise."""
+"""Exceptions that saving and loading raise, and what they tell besides."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from orc.runtime.core.errors import OrcRuntimeError
 # Of a process that such an error ends (EX_CONFIG): to run the same job again would end the same way. The orchestrator
 # knows it (`orc.orchestrator.engine.retry`).
 REFUSED_EXIT_STATUS = 78
+
+
+def tell(text: object) -> None:
+    """Write *text* to the log of the run."""
+    print(f"orc: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the run
 
 
 class CheckpointError(OrcRuntimeError, ValueError):

@@ -10,24 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
+from orc.runtime.checkpoint.errors import CheckpointError, RankMissing, tell
 from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.layout import Manifest
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
+from orc.runtime.checkpoint.replication.replicas import PATIENCE_S
 from orc.runtime.checkpoint.state import fit, rng
 from orc.runtime.checkpoint.state.strategies import (
     FULL,
     SHARDED,
-    engine_problem,
     own_state_of,
     steps_parts,
     strategy_named,
     without_engines,
 )
 from orc.runtime.checkpoint.storage.copying import CopyQueue, placed, read_state, unmapped, unpickle
-from orc.runtime.checkpoint.verified import READ_PATIENCE_S, Verified, tell
-from orc.runtime.collectives.tree import recursively_apply
+from orc.runtime.checkpoint.verified import Verified
+from orc.runtime.core.libraries import libraries
 from orc.runtime.core.prepared import Layout, PreparedModel
 from orc.runtime.data.plan import PositionError
 from orc.runtime.data.position import next_epoch
@@ -80,58 +81,45 @@ def load(
     directory, manifest = checked.directory, checked.manifest
     options = dict(model_options or {})
     everything, prepared = prepared, without_engines(prepared)
-    entries: list[Entry] = []
-    models: list[Entry] = []
     states: dict[str, Any] = {}
-    random_states: Any = None
-    error: str | None = None
-    with _not_awaited(barrier, "load_state (reading)"):
-        try:
-            if (wrong := engine_problem(everything, manifest)) is not None:
-                raise CheckpointError(f"{directory} does not fit what is prepared: {wrong}. Nothing was loaded")
-            entries = _entries(directory, prepared, manifest.files)
-            _check_counterparts(directory, manifest, entries)
-            for entry in entries:
-                if entry.strategy != SHARDED:
-                    # An optimizer's counts of steps would stay where they are read to, and be waited for at each step.
-                    placed_by_torch = entry.path.name.startswith(layout.OPTIMIZER_NAME)
-                    states[entry.path.name] = unpickle(entry.path, None if placed_by_torch else map_location)
-            _check_states(entries, states, records_of(prepared))
-            loaders = [entry for entry in entries if entry.kind == "loader"]
-            if roll_over:
-                states |= {entry.path.name: next_epoch(states[entry.path.name]) for entry in loaders}
-            _check_positions(context, loaders, states)
-            checked.bring({layout.random_states_file(context.topology.rng_source_rank)} & manifest.files.keys())
-            random_states = _random_states(context, directory, manifest)
-        except CheckpointError as failure:
-            error = str(failure)
+    with _agreed(barrier, "load_state (reading)"):
+        own = own_state_of(everything)
+        if own is not None and own.trained() and (wrong := own.problem(manifest.files, manifest.world_size)):
+            raise CheckpointError(f"{directory} does not fit what is prepared: {wrong}. Nothing was loaded")
+        entries = _entries(directory, prepared, manifest.files)
+        _check_counterparts(directory, manifest, entries)
+        for entry in entries:
+            if entry.strategy != SHARDED:
+                # An optimizer's counts of steps would stay where they are read to, and be waited for at each step.
+                placed_by_torch = entry.path.name.startswith(layout.OPTIMIZER_NAME)
+                states[entry.path.name] = unpickle(entry.path, None if placed_by_torch else map_location)
+        _check_states(entries, states, records_of(prepared))
+        loaders = [entry for entry in entries if entry.kind == "loader"]
+        if roll_over:
+            states |= {entry.path.name: next_epoch(states[entry.path.name]) for entry in loaders}
+        _check_positions(context, loaders, states)
+        checked.bring({layout.random_states_file(context.topology.rng_source_rank)} & manifest.files.keys())
+        random_states = _random_states(context, directory, manifest)
     # Hooks may load something by themselves: not before the rest is known to fit.
-    barrier.hold("load_state (reading)", error, _agree, timeout_s=READ_PATIENCE_S)
     modules = list(everything.models)
-    strict = options.get("strict", True)
-    with _not_awaited(barrier, "load_state (checking)"):
+    with _agreed(barrier, "load_state (checking)"):
         for hook in hooks:
             hook(modules, str(directory))
         records = [record for record in records_of(prepared, modules) if record.layout is not Layout.OF_ENGINE]
         models = _model_entries(directory, manifest, records)
-        error = _error_of(lambda: _check_models(directory, manifest, models, strict))
-        if error is None and checked.source is not None:
-            read = partial(_shards_read, entries, models, records_of(prepared))
-            error = _error_of(lambda: checked.bring(read(), shared=True))
+        _check_models(directory, manifest, models, options.get("strict", True))
+        if checked.source is not None:
+            checked.bring(_shards_read(entries, models, records_of(prepared)), shared=True)
     tried = [entry for entry in models if entry.strategy is None and fit.decides_itself(entry.target.bare)]
     # Until here nothing has changed anywhere; what can be known to fail has failed on all ranks.
-    barrier.hold("load_state (checking)", error, _agree, timeout_s=READ_PATIENCE_S)
     with ExitStack() as undo:
-        with _not_awaited(barrier, "load_state (trying)"):
-            error = _error_of(lambda: _try(undo, context, entries, states, random_states))
-            for entry in tried if error is None else ():
+        with _agreed(barrier, "load_state (trying)"):
+            _try(undo, context, entries, states, random_states)
+            for entry in tried:
                 load_it = partial(_load_model, entry, map_location, options)
-                error = error or _error_of(
-                    partial(fit.load_tentatively, undo, entry.path.name, entry.target.bare, load_it)
-                )
-        barrier.hold("load_state (trying)", error, _agree, timeout_s=READ_PATIENCE_S)
+                fit.load_tentatively(undo, entry.path.name, entry.target.bare, load_it)
         undo.pop_all()
-    if (own := own_state_of(everything)) is not None:
+    if own is not None:
         own.load(directory, modules, options)
     with CopyQueue() as copies:
         # What can be read straight into its place is, in threads; the rest goes the way of its kind.
@@ -192,20 +180,24 @@ def _try(
     for entry in entries:
         if entry.strategy != SHARDED and entry.kind != "loader" and fit.decides_itself(entry.target):
             # As it is mapped, in containers of its own: it needs no memory beside the copy of what it replaces.
-            state = recursively_apply(lambda tensor: tensor, states[entry.path.name])
+            state = tree_map_only(torch.Tensor, lambda tensor: tensor, states[entry.path.name])
             load_it = partial(entry.target.load_state_dict, state)
             fit.load_tentatively(undo, str(entry.path), entry.target, load_it)
 
 
 @contextmanager
-def _not_awaited(barrier: Barrier, what: str) -> Iterator[None]:
-    """At the barrier *what*, which follows, the others do not wait for a rank whose own code fails here."""
+def _agreed(barrier: Barrier, what: str) -> Iterator[None]:
+    """Raise what is wrong in the block on every rank; for a rank whose own code fails the others do not wait."""
+    error = None
     try:
         yield
+    except CheckpointError as failure:
+        error = str(failure)
     except Exception as failure:
         with suppress(CheckpointError):
-            barrier.hold(what, [f"{type(failure).__name__}: {failure}"], _agree, timeout_s=READ_PATIENCE_S)
+            barrier.hold(what, [f"{type(failure).__name__}: {failure}"], _agree, timeout_s=PATIENCE_S)
         raise
+    barrier.hold(what, error, _agree, timeout_s=PATIENCE_S)
 
 
 def _agree(errors: list[Any]) -> None:
@@ -214,14 +206,6 @@ def _agree(errors: list[Any]) -> None:
     if failed:
         raise RankMissing("load_state: " + "; ".join(failed))
     agree_on_no_error(errors)
-
-
-def _error_of(action: Callable[[], None]) -> str | None:
-    try:
-        action()
-    except CheckpointError as error:
-        return str(error)
-    return None
 
 
 def _entries(directory: Path, prepared: Prepared, files: Collection[str] = ()) -> list[Entry]:
@@ -261,6 +245,9 @@ def _model_entries(directory: Path, manifest: Manifest, models: Sequence[Prepare
 def _check_counterparts(directory: Path, manifest: Manifest, entries: Iterable[Entry]) -> None:
     names = [entry.path.name for entry in entries if entry.strategy != SHARDED]
     if missing := [name for name in names if name not in manifest.files]:
+        for library in libraries().values():
+            if wrong := library.problem(manifest.files):
+                raise CheckpointError(f"{directory} does not fit what is prepared: {wrong}. Nothing was loaded")
         raise CheckpointError(
             f"{directory} holds no {', '.join(missing)}: more is prepared or registered here than when it was saved; "
             "load into the same script's objects"

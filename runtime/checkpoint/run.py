@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,25 +14,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orc.runtime.checkpoint.content import Progress, SaveRequest, capture
-from orc.runtime.checkpoint.errors import CheckpointError, CheckpointMisfit, RankMissing, RanksElsewhere
+from orc.runtime.checkpoint.errors import CheckpointError, CheckpointMisfit, RankMissing, RanksElsewhere, tell
 from orc.runtime.checkpoint.format.layout import CheckpointRoot, number_of
 from orc.runtime.checkpoint.load import load
 from orc.runtime.checkpoint.replication.barrier import Barrier, BarrierAlone, attempt
 from orc.runtime.checkpoint.replication.sites import Survey
-from orc.runtime.checkpoint.save import (
-    looks,
-    meet_before_gathering,
-    open_destination,
-    save,
-    shard_plans,
-    write,
-)
+from orc.runtime.checkpoint.save import WRITERS, Progress, SaveRequest, begin, looks
 from orc.runtime.checkpoint.state.ownership import PROJECT_FOLDER, release_all
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.state.strategies import check_savable_alone, strategy_wanted
 from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteRoot, place
-from orc.runtime.checkpoint.verified import Verified, newest_first, offer, offers, tell, verified
+from orc.runtime.checkpoint.verified import Verified, newest_first, offer, offers, verified
 from orc.runtime.data.position import training_loader
 
 if TYPE_CHECKING:
@@ -94,7 +85,7 @@ def _tell(background: Background | None) -> None:
     try:
         background.finish()
     except CheckpointError as error:
-        print(f"orc: {error}", file=sys.stderr, flush=True)  # noqa: T201 - nobody is left to raise it to
+        tell(error)  # nobody is left to raise it to
 
 
 @dataclass(frozen=True)
@@ -279,28 +270,18 @@ class RunCheckpoints:
         barrier: Barrier,
         survey: Survey,
     ) -> Destination:
+        stage = None if block else self._stage
+        destination, finish = begin(self.context, barrier, survey, self.prepared, request, retain, stage)
         if block:
-            return save(self.context, barrier, survey, self.prepared, request, retain)
-        opened = open_destination(self.context, barrier, survey, request)
-        destination = opened.destination
-        try:
-            meet_before_gathering(barrier, self.prepared, request, destination)
-            shards = shard_plans(barrier, self.prepared, request)
-            content = capture(self.context, self.prepared, request, destination, self._stage, shards=shards)
-        except BaseException:
-            destination.abandon()
-            raise
+            finish(barrier, WRITERS)
+            return destination
         beside = barrier if request.alone else self._background_barrier
 
-        def finish() -> None:
-            try:
-                write(self.context, beside, request, opened, content, retain, writers=1, shards=shards)
-            except BaseException:
-                destination.abandon()
-                raise
+        def later() -> None:
+            finish(beside, 1)
             beside.part()
 
-        self.background.start(f"saving {destination.target}", finish)
+        self.background.start(f"saving {destination.target}", later)
         return destination
 
     def finish(self) -> None:
@@ -372,7 +353,7 @@ class RunCheckpoints:
                 except CheckpointError as error:
                     failures.append(str(error))
                     if self.context.is_main:
-                        print(f"orc: {error}", file=sys.stderr, flush=True)  # noqa: T201
+                        tell(error)
                     continue
                 return self._load(candidate, checked, hooks)
         if failures:

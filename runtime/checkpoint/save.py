@@ -1,25 +1,40 @@
-"""Saving: every rank writes its files into a temporary directory, and one rename makes them a checkpoint."""
+"""Saving: what a rank has is collected, written into a temporary directory, and one rename makes that a checkpoint."""
 
 from __future__ import annotations
 
+import io
+import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
-from orc.runtime.checkpoint.content import Content, SaveRequest, Task, capture
+import torch
+
 from orc.runtime.checkpoint.errors import CheckpointError, RanksElsewhere
-from orc.runtime.checkpoint.format import layout
-from orc.runtime.checkpoint.format.layout import NAME, CheckpointRoot, Manifest
+from orc.runtime.checkpoint.format import layout, state_file
+from orc.runtime.checkpoint.format.layout import NAME, CheckpointRoot, Manifest, plain
+from orc.runtime.checkpoint.format.state_file import without_aliases, write_tensors
 from orc.runtime.checkpoint.replication.absence import Absence
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error, attempt
 from orc.runtime.checkpoint.replication.replicas import complete
 from orc.runtime.checkpoint.replication.sites import Sites, Survey
+from orc.runtime.checkpoint.state import rng
 from orc.runtime.checkpoint.state.ownership import refuse_superseded
-from orc.runtime.checkpoint.state.strategies import FULL, strategy_of, strategy_of_optimizer, without_engines
+from orc.runtime.checkpoint.state.staging import Stage
+from orc.runtime.checkpoint.state.strategies import (
+    FULL,
+    own_state_of,
+    strategy_named,
+    strategy_of,
+    strategy_of_optimizer,
+    without_engines,
+)
 from orc.runtime.checkpoint.storage.destination import Destination, LocalDestination, RemoteDestination
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
 from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteRoot
@@ -31,8 +46,50 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.prepared import Prepared
 
-_WRITERS = 4  # files at a time
+WRITERS = 4  # files at a time
 _COMMIT_PATIENCE_S = 3600.0  # a rank that has written waits for the slowest disk
+
+
+Hook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], None]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of training: optimizer steps, and the position of the loader that training reads.
+
+    ``norms`` are the usual gradient norms by which updates are vetoed (`SpikeGuard.norms`).
+    """
+
+    step: int = 0
+    epoch: int = 0
+    offset: int = 0
+    norms: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """Arguments of one save, as each rank passes them.
+
+    directory:
+        Where to; with `None` below *root*, numbered from *at_least* on and after what any machine has there.
+    state:
+        Name of the strategy that saves sharded models; with `None` each rank saves its shards.
+    """
+
+    directory: Location | None
+    root: CheckpointRoot | RemoteRoot | None
+    at_least: int
+    progress: Progress
+    safe: bool = True
+    hooks: Sequence[Hook] = ()
+    state: str | None = None  # strategy of sharded models
+    engine_options: Mapping[str, Any] = field(default_factory=dict)  # of engines that lay out their own part
+    alone: bool = False  # rank 0 saves by itself
+
+
+Task = Callable[[Hashing], None]
+# What a rank is going to write, by file name; or the error that keeps it from doing so.
+Content = dict[str, Task] | str
 
 
 @dataclass(frozen=True)
@@ -45,30 +102,44 @@ class Opened:
     created_at: float
 
 
-def save(
+def begin(
     context: RunContext,
     barrier: Barrier,
     survey: Survey,
     prepared: Prepared,
     request: SaveRequest,
     retain: Callable[[Destination], None],
-) -> Destination:
-    """Write a checkpoint; its destination when it is complete and durable.
+    stage: Stage | None = None,
+) -> tuple[Destination, Callable[[Barrier, int], None]]:
+    """Collect what is to be saved; with *stage* copied, so that training may go on.
+
+    Returns:
+        Where it goes, and the function that writes and commits it, with a barrier and a number of files at a time.
 
     Raises:
         CheckpointError: nothing was changed; the text says which rank failed and how, or which rank did not come.
     """
     opened = open_destination(context, barrier, survey, request)
-    destination = opened.destination
-    try:
-        meet_before_gathering(barrier, prepared, request, destination)
+    with _undone(opened.destination):
+        meet_before_gathering(barrier, prepared, request, opened.destination)
         shards = shard_plans(barrier, prepared, request)
-        content = capture(context, prepared, request, destination, shards=shards)
-        write(context, barrier, request, opened, content, retain, shards=shards)
+        content = capture(context, prepared, request, opened.destination, stage, shards=shards)
+
+    def finish(barrier: Barrier, writers: int) -> None:
+        with _undone(opened.destination):
+            write(context, barrier, request, opened, content, retain, writers=writers, shards=shards)
+
+    return opened.destination, finish
+
+
+@contextmanager
+def _undone(destination: Destination) -> Iterator[None]:
+    """Where the block fails, *destination* is given up."""
+    try:
+        yield
     except BaseException:
         destination.abandon()
         raise
-    return destination
 
 
 def open_destination(context: RunContext, barrier: Barrier, survey: Survey, request: SaveRequest) -> Opened:
@@ -83,7 +154,7 @@ def open_destination(context: RunContext, barrier: Barrier, survey: Survey, requ
     number: int | None = None
     error: str | None = None
     if request.directory is None and root is not None and looks(context, root):
-        number, error = attempt(lambda: root.next(request.at_least)[0])
+        number, error = attempt(lambda: root.next(request.at_least))
     bid = [asked, number, error]
     number, token, created_at = barrier.hold(
         "save_state",
@@ -107,12 +178,9 @@ def open_destination(context: RunContext, barrier: Barrier, survey: Survey, requ
         destination = LocalDestination(
             where, token, sites.leads, sites.mine if sites.several else None, numbered=request.directory is None
         )
-    try:
+    with _undone(destination):
         error = attempt(destination.prepare)[1] if destination.leads else None
         barrier.hold("save_state (making the directory)", error, agree_on_no_error)
-    except BaseException:
-        destination.abandon()
-        raise
     return Opened(destination, sites, token, created_at)
 
 
@@ -151,7 +219,7 @@ def write(
     content: Content,
     retain: Callable[[Destination], None],
     *,
-    writers: int = _WRITERS,
+    writers: int = WRITERS,
     shards: ShardPlans | None = None,
 ) -> None:
     """Write and commit what `capture` collected, the last part of a save. *retain* removes what it takes the place of,
@@ -166,7 +234,7 @@ def write(
         error: str | None = content
     else:
         tasks = content
-        error = attempt(lambda: records.update(_write(destination, tasks, writers)))[1]
+        error = attempt(lambda: records.update(_write(destination, tasks, writers) | destination.hook_files()))[1]
     lengths: list[dict[str, str]] = []
     if error is None:
         destination.hand_over()
@@ -191,10 +259,10 @@ def write(
     mine = written[str(sites.mine)]
     files = {name: FileRecord(**record) for name, record in mine.items()}
     error = None
-    if shards is not None and lengths:
-        contents = partial(shards.metadata, lengths)
-        error = attempt(lambda: files.update(_write_metadata(destination, contents())))[1]
-    if sites.several:
+    if shards is not None and lengths:  # where the ranks have reported what they wrote, on rank 0
+        metadata = partial(shards.metadata, lengths)
+        error = attempt(lambda: files.update(_write(destination, _metadata_tasks(metadata()), 1)))[1]
+    if sites.several and isinstance(destination, LocalDestination):
         failed = attempt(lambda: files.update(complete(barrier, sites, destination)))[1]
         error = error or failed
     progress = request.progress
@@ -225,12 +293,8 @@ def write(
     barrier.hold("save_state (retention)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
 
 
-def _write_metadata(destination: Destination, contents: Mapping[str, bytes]) -> dict[str, FileRecord]:
-    """Write the metadata of each folder of shards; where the ranks have reported what they wrote, on rank 0."""
-    tasks: dict[str, Task] = {}
-    for folder, content in contents.items():
-        tasks[layout.shard_metadata(folder)] = partial(_write_bytes, content)
-    return _write_files(destination, tasks, 1)
+def _metadata_tasks(contents: Mapping[str, bytes]) -> dict[str, Task]:
+    return {layout.shard_metadata(folder): partial(_write_bytes, content) for folder, content in contents.items()}
 
 
 def _write_bytes(content: bytes, file: Hashing) -> None:
@@ -238,26 +302,14 @@ def _write_bytes(content: bytes, file: Hashing) -> None:
 
 
 def _write(destination: Destination, tasks: Mapping[str, Task], writers: int) -> dict[str, FileRecord]:
-    return _write_files(destination, tasks, writers) | destination.hook_files()
-
-
-def _write_files(destination: Destination, tasks: Mapping[str, Task], writers: int) -> dict[str, FileRecord]:
     def put(name: str) -> FileRecord:
-        file = destination.create(name)
-        try:
-            tasks[name](file)
-        except BaseException:
-            file.abandon()
-            raise
-        return file.close()
+        return destination.create(name).fill(tasks[name])
 
+    if writers == 1:  # no pool may be started while the interpreter waits for its last threads
+        return {name: put(name) for name in tasks}
     # One file is checksummed and written while the disk works on another.
-    if writers > 1:
-        with ThreadPoolExecutor(writers) as pool:
-            records = dict(zip(tasks, pool.map(put, tasks), strict=True))
-    else:  # no pool may be started while the interpreter waits for its last threads
-        records = {name: put(name) for name in tasks}
-    return records
+    with ThreadPoolExecutor(writers) as pool:
+        return dict(zip(tasks, pool.map(put, tasks), strict=True))
 
 
 def looks(context: RunContext, root: CheckpointRoot | RemoteRoot) -> bool:
@@ -284,3 +336,176 @@ def _files_by_site(reports: list[Any]) -> dict[str, Any]:
     for report in reports:
         files.setdefault(str(report["site"]), {}).update(report["files"])
     return files
+
+
+def capture(
+    context: RunContext,
+    prepared: Prepared,
+    request: SaveRequest,
+    destination: Destination,
+    stage: Stage | None = None,
+    *,
+    shards: ShardPlans | None = None,
+) -> Content:
+    """Collect this rank's states, the second part of a save; with *stage* copied, so that training may go on.
+
+    The hooks run on every rank, before; they may take weights off the list. The ranks agree on *shards*.
+
+    Raises:
+        CheckpointError: on every rank, they could not agree.
+    """
+    tasks: dict[str, Task] = {}
+    collected: list[Collected] = []
+    # First, while all ranks are sure to come: engines wait for each other.
+    own, failure = attempt(lambda: _engine_tasks(prepared, request.engine_options, stage is not None))
+    error = attempt(lambda: collected.append(_collect(context, prepared, request, destination)))[1] or failure
+    if shards is not None:
+        shards.agree(collected[0].sharded if collected else {}, error)
+    if error is None:
+        error = attempt(lambda: tasks.update(_tasks(context, request, destination, collected[0], stage, shards)))[1]
+    return tasks | (own or {}) if error is None else error
+
+
+@dataclass(frozen=True)
+class Collected:
+    """States that a rank is going to write: whole ones by file, and its part of sharded ones by folder."""
+
+    weights: dict[str, dict[str, Any]]
+    states: list[tuple[str, Any, bool]]
+    sharded: dict[str, dict[str, Any]]
+
+
+def _collect(context: RunContext, prepared: Prepared, request: SaveRequest, destination: Destination) -> Collected:
+    destination.check_visible()
+    all_models, prepared = prepared.models, without_engines(prepared)
+    models = records_of(prepared)
+    strategies = [strategy_named(strategy_of(model, request.state)) for model in models]
+    weights = [
+        strategy.model_state(model, keep=destination.leads) for strategy, model in zip(strategies, models, strict=True)
+    ]
+    in_shards = {id(weight) for weight, strategy in zip(weights, strategies, strict=True) if strategy.name != FULL}
+    optimizers = [
+        strategy_named(strategy_of_optimizer(optimizer, models, request.state)) for optimizer in prepared.optimizers
+    ]
+    optimizer_states = [
+        strategy.optimizer_state(optimizer, models, keep=destination.leads)
+        for strategy, optimizer in zip(optimizers, prepared.optimizers, strict=True)
+    ]
+    for hook in request.hooks:
+        hook(list(all_models), weights, str(destination.hook_directory()))
+    whole: dict[str, dict[str, Any]] = {}
+    sharded: dict[str, dict[str, Any]] = {}
+    for index, state in enumerate(weights):
+        if id(state) in in_shards:
+            sharded[layout.model_shards(index)] = {"model": state}
+        elif destination.leads:
+            whole[layout.model_file(index, request.safe)] = state
+    states: list[tuple[str, Any, bool]] = []
+    for index, (strategy, state) in enumerate(zip(optimizers, optimizer_states, strict=True)):
+        if strategy.name != FULL:
+            sharded[layout.optimizer_shards(index)] = {"optimizer": state}
+        elif destination.leads:
+            states.append((layout.numbered(layout.OPTIMIZER_NAME, index, "bin"), state, False))
+    states += _states(prepared) if destination.leads else []
+    return Collected(whole, states, sharded)
+
+
+def _tasks(
+    context: RunContext,
+    request: SaveRequest,
+    destination: Destination,
+    collected: Collected,
+    stage: Stage | None,
+    shards: ShardPlans | None,
+) -> dict[str, Task]:
+    weights, states = collected.weights, collected.states
+    weights, states = context.compute.to_cpu((weights, states))
+    random_states = rng.capture(context.compute, context.device)
+    mine = {} if shards is None else shards.values
+    if stage is not None:
+        weights, states, mine = stage.take((weights, states, mine))
+    write_model = _write_weights if request.safe else _pickle
+    tasks: dict[str, Task] = {name: partial(write_model, state) for name, state in weights.items()}
+    if shards is not None:
+        from orc.runtime.checkpoint.state.shard_files import write_shards
+
+        for folder, values in mine.items():
+            tasks[layout.shard_file(folder, context.rank)] = partial(write_shards, values, shards.lengths[folder])
+        shards.values = {}
+    for name, state, check in states:
+        if check:
+            _check_loadable(name, state)
+        tasks[name] = partial(_pickle, state)
+    tasks[layout.random_states_file(context.rank)] = partial(_pickle, random_states)
+    return tasks
+
+
+def _engine_tasks(prepared: Prepared, options: Mapping[str, Any], copied: bool) -> dict[str, Task]:
+    """Return what writes this rank's files of the engine, by name. Collective where there are any.
+
+    Args:
+        prepared: what the engine trains.
+        options: of the engine's own function that saves.
+        copied: take copies, so that training may go on.
+    """
+    own = own_state_of(prepared)
+    saved = {} if own is None else own.save(options)
+    files = {name: content for name, content in saved.items() if isinstance(content, bytes)}
+    states = {name: state for name, state in saved.items() if name not in files}
+    if copied and states:
+        states = Stage().take(states)  # memory of its own: the save's stage holds everything else
+    tasks: dict[str, Task] = {name: partial(_write_bytes, content) for name, content in files.items()}
+    return tasks | {name: partial(_pickle, state) for name, state in states.items()}
+
+
+def _states(prepared: Prepared) -> list[tuple[str, Any, bool]]:
+    """Return the name and state of all but models and optimizers, and whether it can hold objects of the user's own."""
+    named: list[tuple[str, Any, bool]] = []
+    for index, scheduler in enumerate(prepared.schedulers):
+        named.append((layout.numbered(layout.SCHEDULER_NAME, index, "bin"), scheduler.state_dict(), True))
+    for index, loader in enumerate(prepared.dataloaders):
+        named.append((layout.numbered(layout.SAMPLER_NAME, index, "bin"), loader.state_dict(), False))
+    if (scaler := prepared.current_scaler()) is not None:
+        named.append((layout.SCALER_NAME, scaler.state_dict(), False))
+    for index, registered in enumerate(prepared.custom):
+        named.append((layout.custom_file(index), registered.state_dict(), True))
+    return named
+
+
+def _write_weights(state: Mapping[str, Any], file: Hashing) -> None:
+    tensors, aliases = without_aliases(state)
+    metadata = {"format": "pt"}
+    if aliases:
+        metadata["orc.aliases"] = json.dumps(aliases)
+    write_tensors(file, tensors, metadata)
+
+
+def _pickle(state: Any, file: Hashing) -> None:
+    torch.save(plain(state), cast(IO[bytes], file))
+
+
+def _check_loadable(name: str, state: Any) -> None:
+    """Make sure that the safe loader will take *state*, without its tensors and arrays: those can always be loaded."""
+    memory = io.BytesIO()
+    torch.save(_without_tensors(plain(state)), memory)
+    memory.seek(0)
+    try:
+        state_file.read(memory)
+    except Exception as error:  # noqa: BLE001 - whatever the loader objects to
+        reason = str(error).split("\n")[-1] or type(error).__name__
+        raise CheckpointError(
+            f"{name} could not be loaded again: its state_dict holds something else than tensors, arrays, "
+            f"numbers, strings, lists and dictionaries ({reason.strip()}); return plain values, or allow the type with "
+            "torch.serialization.add_safe_globals"
+        ) from None
+
+
+def _without_tensors(state: Any) -> Any:
+    """*state* with dense tensors and arrays as `None`, in dictionaries, lists and tuples of the plain kinds."""
+    if type(state) in (torch.Tensor, torch.nn.Parameter) or state_file.is_array(state):
+        return None
+    if type(state) in (dict, OrderedDict):
+        return {key: _without_tensors(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return [_without_tensors(value) for value in state]
+    return state

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout
@@ -21,35 +20,15 @@ from orc.runtime.checkpoint.format.layout import (
     damaged,
     locate,
     read_manifest,
-    trouble,
 )
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
-from orc.runtime.checkpoint.replication.replicas import provide
+from orc.runtime.checkpoint.replication.replicas import PATIENCE_S, provide
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.storage import remote
 from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteRoot
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
-
-READ_PATIENCE_S = 3600.0
-
-
-def verify(context: RunContext, barrier: Barrier, directory: Path) -> Manifest:
-    """The manifest of *directory* when every file is as it was written. The ranks share out the reading.
-
-    Raises:
-        CheckpointError: on every rank, with everything that is missing, cut off or changed.
-    """
-    failure = trouble(directory, context.rank, context.world_size)
-    error, manifest = None if failure is None else failure[1], None
-    if error is None:
-        try:
-            manifest = read_manifest(directory)  # before the barrier: all go on with what they have read, or none
-        except CheckpointError as changed:
-            error = str(changed)
-    barrier.hold("load_state (verifying)", error, _first_text, timeout_s=max(barrier.timeout_s, READ_PATIENCE_S))
-    return cast(Manifest, manifest)  # an error has been raised
 
 
 @dataclass(frozen=True)
@@ -115,11 +94,8 @@ def verified(
         CheckpointError: on every rank, with everything that is missing, cut off or changed.
     """
     if isinstance(where, Path):
-        if sites is not None and sites.several and identity is not None:
-            yield Verified(*provide(barrier, sites, where, identity, tell))
-        else:
-            local = locate(where)
-            yield Verified(local, verify(context, barrier, local))
+        sites = sites or Sites(context.rank, (0,) * context.world_size)
+        yield Verified(*provide(barrier, sites, where, identity))
         return
     whole = barrier.hold("load_state (hooks)", whole, any)  # of any rank: they read the copy of their machine
     mine: Path | None = None
@@ -132,20 +108,15 @@ def verified(
             "load_state (fetching)",
             [context.node_rank, None if mine is None else str(mine), error],
             _copies,
-            timeout_s=max(barrier.timeout_s, READ_PATIENCE_S),
+            timeout_s=max(barrier.timeout_s, PATIENCE_S),
         )
         directory = Path(copies[str(context.node_rank)])
         yield Verified(directory, read_manifest(directory), None if whole else where)
         # The copy may go when everybody on this machine has read it.
-        barrier.hold("load_state (done)", None, len, timeout_s=max(barrier.timeout_s, READ_PATIENCE_S))
+        barrier.hold("load_state (done)", None, len, timeout_s=max(barrier.timeout_s, PATIENCE_S))
     finally:
         if mine is not None:
             shutil.rmtree(mine, ignore_errors=True)
-
-
-def tell(text: str) -> None:
-    """Write *text* to the log of the run."""
-    print(f"orc: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the log of the run
 
 
 def _fetch(where: Remote, target: Path, whole: bool) -> str | None:
@@ -187,14 +158,8 @@ def _with_plain_values(names: Iterable[str], target: Path) -> set[str]:
 
 
 def _copies(reports: list[Any]) -> dict[str, str]:
-    _first_text([error for _, _, error in reports])
+    agree_on_no_error([error for _, _, error in reports])
     return {str(node): directory for node, directory, _ in reports if directory is not None}
-
-
-def _first_text(errors: list[Any]) -> None:
-    texts = sorted({text for text in errors if text})
-    if texts:
-        raise CheckpointError("\n".join(texts))
 
 
 # Number, identity and time of a checkpoint that a machine has.

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from typing import Self  # newer than the oldest Python of a rank
-
     from torch import nn
 
     from orc.runtime.core.handlers import GradientAccumulationPlugin
@@ -65,15 +63,13 @@ class GradientRecord:
         """
         if (before := self.owner) is not None:
             before.settings, before.sync_gradients = self.settings(), self.sync_gradients
-        self._owner = None if owner is None else weakref.ref(owner)
+        self._owner = None if owner is None else owner._reference
         self.sync_gradients = self.sync_gradients if owner is None else owner.sync_gradients
         for name, value in (GradientRecord().settings() if owner is None else owner.settings).items():
             setattr(self, name, value)
 
-    def of(self, owner: Accumulation | None) -> Self:
-        """Return the record with what *owner* has decided; as it is for `None`."""
-        if owner is not None:
-            owner.take_over()
+    def take_over(self) -> GradientRecord:
+        """Return the record as it is: where no Accelerator decides, as `Accumulation.take_over` where one does."""
         return self
 
     @property
@@ -144,20 +140,22 @@ class Accumulation:
         no_sync: makes a block in which the gradients of a model stay local; nothing with one process.
     """
 
-    __slots__ = ("__weakref__", "_gradient", "_no_sync", "settings", "step", "sync_gradients")
+    __slots__ = ("__weakref__", "_gradient", "_no_sync", "_reference", "settings", "step", "sync_gradients")
 
     def __init__(self, gradient: GradientRecord, no_sync: NoSync | None) -> None:
         self._gradient = gradient
         self._no_sync = no_sync
+        self._reference = weakref.ref(self)  # there is one: to compare it needs no call
         self.step = 0
         self.settings, self.sync_gradients = gradient.settings(), gradient.sync_gradients
         gradient.serve(self)
 
     def take_over(self) -> GradientRecord:
         """Put the settings of this Accelerator in force; return the record."""
-        if self._gradient.owner is not self:
-            self._gradient.serve(self)
-        return self._gradient
+        gradient = self._gradient
+        if gradient._owner is not self._reference:
+            gradient.serve(self)
+        return gradient
 
     def advance(self) -> bool:
         """Count one batch; whether its gradients are to be synchronised."""
@@ -170,10 +168,6 @@ class Accumulation:
         self.step += 1
         gradient.sync_gradients = sync = self.step % gradient.num_steps == 0
         return sync
-
-    def block(self, models: tuple[nn.Module, ...]) -> AccumulateBlock:
-        """The context around one batch's forward, backward and step."""
-        return AccumulateBlock(self, models)
 
     def _local(self, models: tuple[nn.Module, ...]) -> Sequence[AbstractContextManager[Any]]:
         if self._no_sync is None or self._gradient.sync_each_batch:

@@ -136,7 +136,7 @@ class Prepared:
 
     def attempts(self) -> int:
         """Return the optimizer steps taken or skipped so far."""
-        return max((optimizer.steps + optimizer.skips for optimizer in self.optimizers), default=0)
+        return max([optimizer.steps + optimizer.skips for optimizer in self.optimizers], default=0)
 
     def current_scaler(self) -> Any:
         """Return the gradient scaler with the scale that the next backward will use; `None` where nothing is scaled."""

@@ -168,8 +168,10 @@ def prepare_data_loader(
         common |= {"dataset": dataloader.dataset}
         common |= {"sampler": passes, "batch_size": None} if _unbatched(dataloader) else {"batch_sampler": passes}
         common["synchronized_generator"] = generator
+    rows = _batch_size(dataloader) or 1
     if dispatch:
         dispatcher = DataLoaderDispatcher(
+            total_batch_size=rows,
             split_batches=split_batches,
             slice_fn=slice_fn_for_dispatch,
             drops_last=dataloader.drop_last,
@@ -178,7 +180,6 @@ def prepare_data_loader(
         )
         dispatcher.__dict__["drop_last"] = dataloader.drop_last
         return dispatcher
-    rows = _batch_size(dataloader) or 1
     loader = DataLoaderShard(
         world_size=world,
         total_batch_size=rows if split_batches else rows * world,

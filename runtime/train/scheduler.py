@@ -63,7 +63,7 @@ class AcceleratedScheduler:
         self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
-        self._gradient, self._accumulation = gradient, gradient.owner  # of the Accelerator that prepares it
+        self._gradient = gradient.owner or gradient  # of the Accelerator that prepares it
         self._advance = 1 if split_batches else num_processes
         self._counts = hasattr(scheduler, "_step_count")  # some of torch's have none
         self._ends = getattr(scheduler, "total_steps", None) is not None  # torch's raise beyond their last step
@@ -75,7 +75,7 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             scheduler.step(*args, **kwargs)
             return
-        gradient = self._gradient.of(self._accumulation)
+        gradient = self._gradient.take_over()
         if not gradient.sync_gradients:
             if self._counts and gradient.adjust_scheduler:
                 scheduler._step_count += 1
@@ -110,21 +110,20 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        here = ("_gradient", "_accumulation")  # of the run
-        return {name: value for name, value in self.__dict__.items() if name not in here}
+        return {name: value for name, value in self.__dict__.items() if name != "_gradient"}  # of the run
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from orc.runtime.core.context import current_context
 
         self.__dict__.update(state)
         gradients = [optimizer._gradient for optimizer in self.optimizers if hasattr(optimizer, "_gradient")]
-        self._gradient = gradients[0] if gradients else current_context().gradient
-        self._accumulation = self._gradient.owner
+        record = current_context().gradient
+        self._gradient = gradients[0] if gradients else record.owner or record
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        twin._gradient, twin._accumulation = self._gradient, self._accumulation  # of the same run
+        twin._gradient = self._gradient  # of the same run
         return twin
 
     def __repr__(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,38 +170,45 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"{directory}: there is no such checkpoint")
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is a file, not a checkpoint directory")
+    return manifest_from(directory, (directory / NAME).read_bytes)
+
+
+def manifest_from(directory: object, read: Callable[[], bytes]) -> Manifest:
+    """Return the manifest of *directory* that *read* reads. Raises `CheckpointError` when it is none."""
     try:
-        return Manifest.from_json((directory / NAME).read_bytes())
+        return Manifest.from_json(read())
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} has no {NAME}: it is no complete checkpoint. Either saving it was interrupted, or it was "
             "written by another program"
         ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory / NAME} cannot be read: {error}") from None
-
-
-def is_committed(directory: Path) -> bool:
-    """Return whether *directory* has a manifest and every file listed in it has the recorded size."""
-    try:
-        manifest = read_manifest(directory)
     except CheckpointError:
-        return False
-    return not size_problems(directory, manifest)
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory}/{NAME} cannot be read: {error}") from None
+
+
+def wrong_sizes(manifest: Manifest, size: Callable[[str], int | None]) -> list[str]:
+    """Return the files of *manifest* that are missing, cut off or too long, one line each; *size* gives bytes."""
+    problems = []
+    for name, record in manifest.files.items():
+        if (there := size(name)) is None:
+            problems.append(f"{name} is missing")
+        elif there != record.size:
+            problems.append(f"{name} has {there} bytes instead of {record.size}")
+    return problems
 
 
 def size_problems(directory: Path, manifest: Manifest) -> list[str]:
-    """Return the files of *manifest* that are missing, cut off or too long in *directory*, one line each."""
-    problems = []
-    for name, record in manifest.files.items():
+    """Return what `wrong_sizes` says of *directory*."""
+
+    def size(name: str) -> int | None:
         try:
-            size = (directory / name).stat().st_size
+            return (directory / name).stat().st_size
         except OSError:
-            problems.append(f"{name} is missing")
-            continue
-        if size != record.size:
-            problems.append(f"{name} has {size} bytes instead of {record.size}")
-    return problems
+            return None
+
+    return wrong_sizes(manifest, size)
 
 
 def content_problems(directory: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
@@ -229,20 +237,22 @@ def damaged(directory: object, problems: list[str]) -> CheckpointError:
     return CheckpointError(f"{directory} is damaged: {'; '.join(problems)}. Nothing was loaded; use another checkpoint")
 
 
-def trouble(directory: Path, share: int, readers: int, identity: str | None = None) -> tuple[str, str] | None:
-    """Return why *directory* is not the checkpoint of this *identity*, if so: ``lacking`` or ``damaged``, and the text.
+def examined(
+    directory: Path, share: int, readers: int, identity: str | None
+) -> tuple[Manifest | None, tuple[str, str] | None]:
+    """Return the manifest of *directory*, and why that is not the checkpoint of this *identity*, if so.
 
-    Of its files every one of *readers* reads its *share*.
+    That is ``lacking`` or ``damaged``, and the text. Of its files every one of *readers* reads its *share*.
     """
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:
-        return ("damaged" if directory.exists() else "lacking"), str(error)
+        return None, ("damaged" if directory.exists() else "lacking", str(error))
     if identity not in (None, manifest.id):
-        return "lacking", f"{directory} is another checkpoint of this name"
+        return None, ("lacking", f"{directory} is another checkpoint of this name")
     problems = size_problems(directory, manifest)
     problems = problems or content_problems(directory, manifest, sorted(manifest.files)[share::readers])
-    return ("damaged", str(damaged(directory, problems))) if problems else None
+    return manifest, ("damaged", str(damaged(directory, problems))) if problems else None
 
 
 def plain(value: Any) -> Any:
@@ -272,41 +282,34 @@ class CheckpointRoot:
         for name in {entry.name.removesuffix(".replaced") for entry in self._entries()}:
             if match := NUMBERED.fullmatch(name):
                 directory = locate(self.path / name)
-                if is_committed(directory):
-                    checkpoints.append((int(match[1]), directory))
+                with suppress(CheckpointError):
+                    if not size_problems(directory, read_manifest(directory)):
+                        checkpoints.append((int(match[1]), directory))
         return sorted(checkpoints)
 
     def numbered(self, number: int) -> Path:
         """The directory of checkpoint *number*, there or not."""
         return self.path.absolute() / f"checkpoint_{number}"
 
-    def next(self, at_least: int = 0) -> tuple[int, Path]:
-        """Number and directory for the next checkpoint: after every one that is there, complete or not."""
+    def next(self, at_least: int = 0) -> int:
+        """Number of the next checkpoint: after every one that is there, complete or not."""
         numbers = [int(match[1]) for entry in self._entries() if (match := NUMBERED.match(entry.name))]
-        number = max([at_least, *(n + 1 for n in numbers)])
-        return number, self.path / f"checkpoint_{number}"
+        return max([at_least, *(number + 1 for number in numbers)])
 
-    def retain(self, keep: int | None) -> list[Path]:
-        """Remove complete checkpoints beyond the *keep* newest, and what interrupted saves left; what was removed.
-
-        The newest is never removed.
-        """
-        removed = []
+    def retain(self, keep: int | None) -> None:
+        """Remove complete checkpoints beyond the *keep* newest, never the newest, and what interrupted saves left."""
         checkpoints = self.committed()
         for _, directory in checkpoints[: max(0, len(checkpoints) - max(keep, 1))] if keep is not None else []:
             gone = directory.with_name(f"{directory.name}.tmp")
             remove_tree(gone)
             directory.rename(gone)  # in one step no longer a checkpoint, before its files go one by one
-            removed.append(directory)
+            sync_directory(self.path)
         for entry in self._entries():
             if _LEFT_OVER.fullmatch(entry.name) and locate(entry.with_suffix("")) != entry:
                 remove_tree(entry)
             elif MARK.fullmatch(entry.name):
                 entry.unlink()
         forget_dead(self.path.absolute())
-        if removed:
-            sync_directory(self.path)
-        return removed
 
     def _entries(self) -> list[Path]:
         try:

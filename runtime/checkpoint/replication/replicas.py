@@ -7,17 +7,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.errors import CheckpointError, tell
 from orc.runtime.checkpoint.format.layout import (
     NAME,
     Manifest,
     content_problems,
     damaged,
+    examined,
     foreign_entries,
     locate,
     read_manifest,
     size_problems,
-    trouble,
 )
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
 from orc.runtime.checkpoint.replication.sites import Sites
@@ -33,12 +33,12 @@ from orc.runtime.checkpoint.storage.durable import (
 from orc.runtime.core.names import safe_relative_name
 
 if TYPE_CHECKING:
-    from orc.runtime.checkpoint.storage.destination import Destination
+    from orc.runtime.checkpoint.storage.destination import LocalDestination
 
-_PATIENCE_S = 3600.0  # for the slowest disk and network
+PATIENCE_S = 3600.0  # for the slowest disk and network
 
 
-def complete(barrier: Barrier, sites: Sites, destination: Destination) -> dict[str, FileRecord]:
+def complete(barrier: Barrier, sites: Sites, destination: LocalDestination) -> dict[str, FileRecord]:
     """Give every site the files of this save that only others have; those that came here, on the leading rank.
 
     They are what each rank writes for itself (its random states), and files of hooks.
@@ -84,68 +84,58 @@ def _transfers(sites: Sites, present: list[list[str]]) -> list[tuple[int, list[s
     return [(sender, names, sorted(readers)) for sender, (names, readers) in sorted(plan.items())]
 
 
-def provide(
-    barrier: Barrier, sites: Sites, directory: Path, identity: str, tell: Callable[[str], None]
-) -> tuple[Path, Manifest]:
-    """The checkpoint *directory*, verified on every site; sites that lack it, or whose copy is damaged, get another's.
+def provide(barrier: Barrier, sites: Sites, directory: Path, identity: str | None) -> tuple[Path, Manifest]:
+    """The checkpoint *directory*, verified; its ranks share out the reading.
+
+    Of several sites those that lack it, or whose copy is damaged, get another's.
 
     Args:
         barrier: where the ranks agree.
-        sites: those of the directory, more than one.
+        sites: those of the directory.
         directory: may be another path on every machine.
-        identity: of the manifest.
-        tell: is called on rank 0 with what was damaged.
+        identity: of the manifest; `None` for any.
 
     Raises:
-        CheckpointError: on every rank; no site has it whole, or it could not be copied.
+        CheckpointError: on every rank, with all that is missing, cut off or changed; no site has it whole, or it could
+            not be copied.
     """
+    local = locate(directory)
+    manifest, trouble = examined(local, *sites.share, identity)
+    patience_s = max(barrier.timeout_s, PATIENCE_S)
     holders, texts = barrier.hold(
-        "load_state (verifying)",
-        trouble(locate(directory), *sites.share, identity),
-        lambda troubles: _holders(sites, troubles),
-        timeout_s=max(barrier.timeout_s, _PATIENCE_S),
+        "load_state (verifying)", trouble, lambda troubles: _holders(sites, troubles), timeout_s=patience_s
     )
     if sites.rank == 0:
         for text in texts:
             tell(text)
     lacking = [leader for leader in sites.leaders if leader not in holders]
     if lacking:
-        error: str | None = None
-        source = holders[0]
-        names: list[str] = []
-        if sites.rank == source:
-            try:
-                names = [NAME, *sorted(read_manifest(locate(directory)).files)]
-            except CheckpointError as failure:
-                error = str(failure)
-        reports = [error, names]
-        names = barrier.hold("load_state (copying)", reports, lambda values: _names_of(values, source))
+        source, error = holders[0], None
+        names = [NAME, *sorted(manifest.files)] if manifest is not None and sites.rank == source else None
+        names = barrier.hold("load_state (copying)", names, lambda values: values[source])
         relay = barrier.relay()
         try:
             if sites.rank == source:
-                relay.send(locate(directory), names, len(lacking))
+                relay.send(local, names, len(lacking))
             elif sites.rank in lacking:
                 _receive(lambda create: relay.receive(names, create), directory, sites.mine)
         except (OSError, CheckpointError) as failure:
             error = f"{directory} cannot be copied: {failure}"
-        barrier.hold("load_state (copying)", error, agree_on_no_error, timeout_s=max(barrier.timeout_s, _PATIENCE_S))
-    local = locate(directory)
-    return local, read_manifest(local)
+        barrier.hold("load_state (copying)", error, agree_on_no_error, timeout_s=patience_s)
+    if manifest is None or sites.mine in lacking:
+        local = locate(directory)
+        manifest = read_manifest(local)
+    return local, manifest
 
 
 def _holders(sites: Sites, troubles: list[Any]) -> tuple[list[int], list[str]]:
     without = {site for site, trouble in zip(sites.of_rank, troubles, strict=True) if trouble}
     holders = [leader for leader in sites.leaders if leader not in without]
-    bad = {f"rank {rank}: {trouble[1]}" for rank, trouble in enumerate(troubles) if trouble and trouble[0] == "damaged"}
+    told = [(f"rank {rank}: " if sites.several else "", *trouble) for rank, trouble in enumerate(troubles) if trouble]
+    bad = {f"{rank}{text}" for rank, kind, text in told if kind == "damaged"}
     if not holders:
-        raise CheckpointError("\n".join(sorted(bad or {trouble[1] for trouble in troubles if trouble})))
+        raise CheckpointError("\n".join(sorted(bad or {text for _, _, text in told})))
     return holders, [f"{text} (copied from the machine of rank {holders[0]})" for text in sorted(bad)]
-
-
-def _names_of(values: list[Any], source: int) -> list[str]:
-    agree_on_no_error([error for error, _ in values])
-    names: list[str] = values[source][1]
-    return names
 
 
 def _receive(

@@ -51,13 +51,13 @@ class Sharded:
         state = named_state(optimizer, stepped)
         return {**state, "param_groups": plain(state["param_groups"])}
 
-    def model_problem(self, folder: Path, model: PreparedModel, *, strict: bool = True) -> str | None:
+    def model_problem(self, folder: Any, model: PreparedModel, *, strict: bool = True) -> str | None:
         """Return why *model* would not take the shards in *folder*: names or sizes that differ."""
         if model.layout is Layout.FLATTENED:
             return None  # its state costs a collective; names and sizes are compared before anything is read
         return difference(sizes_of(get_model_state_dict(model.model)), _saved_sizes(read_metadata(folder)), strict)
 
-    def load_model(self, folder: Path, model: PreparedModel, *, strict: bool = True) -> None:
+    def load_model(self, folder: Any, model: PreparedModel, *, strict: bool = True) -> None:
         """Read the shards in *folder* into *model*.
 
         Raises:
@@ -76,7 +76,7 @@ class Sharded:
         if model.layout is Layout.FLATTENED or not plainly:  # else all of it is in place already
             set_model_state_dict(model.model, state, options=StateDictOptions(strict=strict))
 
-    def optimizer_problem(self, folder: Path, optimizer: Any, models: Sequence[PreparedModel]) -> str | None:
+    def optimizer_problem(self, folder: Any, optimizer: Any, models: Sequence[PreparedModel]) -> str | None:
         """Return why *optimizer* would not take the shards in *folder*."""
         stepped = models_of(optimizer, models)
         if flattened(stepped):
@@ -103,7 +103,7 @@ class Sharded:
                     )
         return None
 
-    def load_optimizer(self, folder: Path, optimizer: Any, models: Sequence[PreparedModel]) -> None:
+    def load_optimizer(self, folder: Any, optimizer: Any, models: Sequence[PreparedModel]) -> None:
         """Read the shards in *folder* into *optimizer*.
 
         Raises:

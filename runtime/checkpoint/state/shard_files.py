@@ -9,11 +9,10 @@ from __future__ import annotations
 import gc
 import io
 import pickle
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout, state_file
@@ -30,7 +30,6 @@ from orc.runtime.checkpoint.storage.copying import CopyQueue
 from orc.runtime.checkpoint.storage.durable import Hashing
 from orc.runtime.core.names import safe_name
 
-_HEADER = 30  # bytes of a zip file's entry before its name
 _CLASSES = {
     *(
         ("torch.distributed.checkpoint.metadata", name)
@@ -180,7 +179,7 @@ def _read_in_place(folder: Path, metadata: Metadata, planner: DefaultLoadPlanner
     return LoadPlan(left)
 
 
-def _stored(file: BinaryIO, mapped: torch.Tensor, metadata: Metadata, item: ReadItem) -> torch.Tensor | None:
+def _stored(file: Any, mapped: torch.Tensor, metadata: Metadata, item: ReadItem) -> torch.Tensor | None:
     """Return the part of *mapped* that holds the elements of a stored tensor; `None` if it cannot be determined."""
     index = item.storage_index
     entry = metadata.state_dict_metadata[index.fqn]
@@ -188,53 +187,15 @@ def _stored(file: BinaryIO, mapped: torch.Tensor, metadata: Metadata, item: Read
     if not isinstance(entry, TensorStorageMetadata):
         return None
     sizes = next((chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset), None)
-    with zipfile.ZipFile(cast(Any, _Part(file, place.offset, place.length))) as archive:
-        records = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
-    if sizes is None or len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
+    if sizes is None or not sizes.numel():
         return None
-    dtype = entry.properties.dtype
-    at = place.offset + records[0].header_offset
-    file.seek(at)
-    header = file.read(_HEADER)
-    at += _HEADER + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    size = sizes.numel() * dtype.itemsize
-    if records[0].file_size != size or at % dtype.itemsize or not size:
+    part = cast(IO[bytes], _create_file_view(file, place.offset, place.length))
+    reader: Any = torch._C.PyTorchFileReader(part)
+    at, dtype = place.offset + reader.get_record_offset("data/0"), entry.properties.dtype
+    end = at + sizes.numel() * dtype.itemsize
+    if at % dtype.itemsize or end > place.offset + place.length:
         return None
-    return mapped[at : at + size].view(dtype).view(sizes)
-
-
-class _Part(io.RawIOBase):
-    """A part of an open file, as a file."""
-
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        """It can be read."""
-        return True
-
-    def seekable(self) -> bool:
-        """Any place in it can be gone to."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place in it."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        """Return the place in it."""
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Read from the place in it."""
-        size = max(0, min(len(buffer), self._length - self._at))
-        self._file.seek(self._offset + self._at)
-        data = self._file.read(size)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+    return mapped[at:end].view(dtype).view(sizes)
 
 
 class _Planner(DefaultLoadPlanner):

@@ -6,72 +6,33 @@ import dataclasses
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from orc.runtime.checkpoint.errors import CheckpointError, RanksElsewhere
 from orc.runtime.checkpoint.state import fit
-from orc.runtime.core.libraries import libraries
 from orc.runtime.core.prepared import Layout, PreparedModel
 from orc.runtime.parallel.partition import Partition, part_of_optimizer, whole_model, whole_optimizer
 from orc.runtime.parallel.records import records_of
 from orc.runtime.parallel.shards import whole
 
 if TYPE_CHECKING:
-    from orc.runtime.checkpoint.format.layout import Manifest
-    from orc.runtime.checkpoint.storage.durable import Hashing
+    from orc.runtime.checkpoint.state.dcp import Sharded
     from orc.runtime.core.prepared import Prepared
     from orc.runtime.train.engine import OwnState
 
 FULL, SHARDED = "full", "dcp"
 
 
-class StateStrategy(Protocol):
-    """Way of saving and loading the state of models and optimizers.
-
-    What stands in a checkpoint at *index* are the models and optimizers in the order in which they were prepared.
-    """
-
-    name: str
-
-    def model_state(self, model: PreparedModel, *, keep: bool) -> dict[str, Any]:
-        """Return what to save of *model*; on every rank, which may exchange tensors. Empty where not to *keep* it."""
-        ...
-
-    def optimizer_state(self, optimizer: Any, models: Sequence[PreparedModel], *, keep: bool) -> dict[str, Any]:
-        """Return the same of *optimizer*, which steps parameters of *models*."""
-        ...
-
-    def model_problem(self, source: Any, model: PreparedModel, *, strict: bool = True) -> str | None:
-        """Return why *model* would not take its state; changes nothing, and needs no other rank.
-
-        *source* is the folder of shards, or what was read from the file of a full state.
-        """
-        ...
-
-    def load_model(self, source: Any, model: PreparedModel, *, strict: bool = True) -> None:
-        """Load the state into a sharded *model*, on every rank. Raises `CheckpointError` when it does not fit."""
-        ...
-
-    def optimizer_problem(self, source: Any, optimizer: Any, models: Sequence[PreparedModel]) -> str | None:
-        """Return why *optimizer*, which steps parameters of *models*, would not take its state."""
-        ...
-
-    def load_optimizer(self, source: Any, optimizer: Any, models: Sequence[PreparedModel]) -> None:
-        """Load the state into an *optimizer* of sharded parameters, on every rank."""
-        ...
-
-
-def strategy_named(name: str) -> StateStrategy:
+def strategy_named(name: str) -> Full | Sharded:
     """Return the strategy *name*: ``full`` or ``dcp``, whose part of torch is imported when it is requested."""
     if name == FULL:
         return Full()
-    strategy: StateStrategy = importlib.import_module("orc.runtime.checkpoint.state.dcp").Sharded()
-    return strategy
+    sharded: Sharded = importlib.import_module("orc.runtime.checkpoint.state.dcp").Sharded()
+    return sharded
 
 
 def strategy_wanted(plugin: Any) -> str | None:
@@ -225,45 +186,12 @@ def without_engines(prepared: Prepared) -> Prepared:
     )
 
 
-def engine_tasks(
-    prepared: Prepared, options: Mapping[str, Any], pickle: Callable[[Any, Hashing], None], copied: bool = False
-) -> dict[str, Callable[[Hashing], None]]:
-    """Return what writes this rank's files of the engine, by name. Collective where there are any.
-
-    Args:
-        prepared: what the engine trains.
-        options: of the engine's own function that saves.
-        pickle: writes one state.
-        copied: take copies, so that training may go on.
-    """
-    own = own_state_of(prepared)
-    saved = {} if own is None else own.save(options)
-    files = {name: content for name, content in saved.items() if isinstance(content, bytes)}
-    states = {name: state for name, state in saved.items() if name not in files}
-    if copied and states:
-        from orc.runtime.checkpoint.state.staging import Stage
-
-        states = Stage().take(states)  # memory of its own: the save's stage holds everything else
-    tasks: dict[str, Callable[[Hashing], None]] = {
-        name: partial(_write_bytes, content) for name, content in files.items()
-    }
-    return tasks | {name: partial(pickle, state) for name, state in states.items()}
-
-
-def engine_problem(prepared: Prepared, manifest: Manifest) -> str | None:
-    """Return why the engine of *prepared* cannot load its part of a checkpoint with this *manifest*."""
-    own = own_state_of(prepared)
-    if own is not None and own.trained():
-        return own.problem(manifest.files, manifest.world_size)
-    return next((why for library in libraries().values() if (why := library.problem(manifest.files)) is not None), None)
-
-
-def _write_bytes(content: bytes, file: Hashing) -> None:
-    file.write(content)
-
-
 class Full:
-    """The strategy ``full``."""
+    """The strategy ``full``.
+
+    ``..._state`` and ``load_...`` are called on every rank, and may exchange tensors; ``..._problem`` changes nothing
+    and needs no other rank. A source is what was read from the file; that of `Sharded` the folder of shards.
+    """
 
     name = FULL
 
@@ -302,15 +230,13 @@ class Full:
         named = fsdp1.optimizer_state(bare, stepped, full=True)
         return fsdp1.numbered(named, stepped, keep)
 
-    def model_problem(self, source: Mapping[str, Any], model: PreparedModel, *, strict: bool = True) -> str | None:
+    def model_problem(self, source: Any, model: PreparedModel, *, strict: bool = True) -> str | None:
         """Return which names or sizes of *source* differ; under FSDP 1 loading alone shows it, on all ranks."""
         if model.layout is Layout.STAGED:
             source = _own(model, source)
         return None if model.layout is Layout.FLATTENED else fit.problem(model.bare, source, strict=strict)
 
-    def optimizer_problem(
-        self, source: Mapping[str, Any], optimizer: Any, models: Sequence[PreparedModel]
-    ) -> str | None:
+    def optimizer_problem(self, source: Any, optimizer: Any, models: Sequence[PreparedModel]) -> str | None:
         """Return which groups or sizes of *source* differ from those of *optimizer*."""
         stepped = models_of(optimizer, models)
         if _parts(stepped) is not None:
@@ -324,7 +250,7 @@ class Full:
         saved, here = len(source["param_groups"]), len(optimizer.param_groups)
         return None if saved == here else f"it has {saved} parameter groups, the optimizer here has {here}"
 
-    def load_model(self, source: Mapping[str, Any], model: PreparedModel, *, strict: bool = True) -> None:
+    def load_model(self, source: Any, model: PreparedModel, *, strict: bool = True) -> None:
         """Load the whole *source*, which every rank has, into a sharded *model*.
 
         Raises:
@@ -340,7 +266,7 @@ class Full:
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"it does not fit the prepared model: {error}") from error
 
-    def load_optimizer(self, source: Mapping[str, Any], optimizer: Any, models: Sequence[PreparedModel]) -> None:
+    def load_optimizer(self, source: Any, optimizer: Any, models: Sequence[PreparedModel]) -> None:
         """Load the whole *source* by positions, which every rank has, into an *optimizer* of sharded parameters."""
         bare, stepped = bare_optimizer(optimizer), models_of(optimizer, models)
         try:

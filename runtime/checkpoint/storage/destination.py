@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -27,75 +26,14 @@ from orc.runtime.checkpoint.storage.durable import (
     temporary_name,
     write_file,
 )
-from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteFile
+from orc.runtime.checkpoint.storage.remote import Remote, RemoteFile
 
 
-class Destination(ABC):
-    """The files of one save, as one rank creates and commits them.
-
-    Attributes:
-        target: the directory of the checkpoint.
-        leads: this rank prepares and commits, and writes what all ranks share.
-    """
-
-    target: Location
-    leads: bool
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Make it ready to be written to; on the leading rank, before any other writes."""
-
-    @abstractmethod
-    def check_visible(self) -> None:
-        """Raise `CheckpointError` when what the leading rank prepared cannot be seen from here."""
-
-    @abstractmethod
-    def hook_directory(self) -> Path:
-        """A local directory for files that hooks write."""
-
-    @abstractmethod
-    def hook_files(self) -> dict[str, FileRecord]:
-        """Return the records of the files that hooks wrote there and that this rank adds to the checkpoint."""
-
-    @abstractmethod
-    def create(self, name: str) -> Hashing:
-        """A new file of the checkpoint."""
-
-    def present(self) -> list[str]:
-        """Names of the files that are there; where each site has a checkpoint of its own."""
-        raise NotImplementedError
-
-    def path(self) -> Path:
-        """The local directory that they are in."""
-        raise NotImplementedError
-
-    def hand_over(self) -> None:  # noqa: B027 - what was written may lie where only the leading rank removes it
-        """This rank is about to report what it has written: from here on only the leading rank may remove it.
-
-        The report may make it a part of a checkpoint, and whether it has may never be heard of here.
-        """
-
-    def take_over(self, names: Iterable[str]) -> None:  # noqa: B027 - see `hand_over`
-        """The ranks have reported the files *names*; on the leading rank."""
-
-    def seal(self, manifest: Manifest) -> None:  # noqa: B027 - there may be nothing to do before the last step
-        """Do all of the commit but its last step; on the leading rank, when all have written."""
-
-    @abstractmethod
-    def commit(self, manifest: Manifest) -> None:
-        """Make it a checkpoint, in one step; on the leading rank, after `seal`."""
-
-    def clear(self) -> None:  # noqa: B027 - the commit may leave nothing
-        """Remove what the checkpoint has replaced; on the leading rank, when all ranks have agreed on the commit."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """The save failed: leave nothing behind."""
-
-
-class LocalDestination(Destination):
+class LocalDestination:
     """A temporary directory beside the target, which one rename puts in its place.
 
+    leads:
+        This rank prepares and commits, and writes what all ranks share.
     site:
         This site's number where every one writes a checkpoint of its own.
     numbered:
@@ -114,7 +52,7 @@ class LocalDestination(Destination):
         self._mark = f".saving-{token}"  # shows that this directory was made for this save
 
     def prepare(self) -> None:
-        """Make the temporary directory."""
+        """Make the temporary directory; on the leading rank, before any other writes."""
         target = self.target
         if target == Path.cwd() or target in Path.cwd().parents:
             raise CheckpointError(f"{target} is the current directory or above it; save to a directory of its own")
@@ -133,7 +71,7 @@ class LocalDestination(Destination):
         (self._temporary / self._mark).touch()
 
     def check_visible(self) -> None:
-        """The directory must be one that all ranks share."""
+        """Raise `CheckpointError` when what the leading rank has prepared cannot be seen from here."""
         if not self._temporary.is_dir():
             raise CheckpointError(
                 f"{self._temporary} was made by another rank and cannot be seen from here: checkpoints of several "
@@ -170,7 +108,7 @@ class LocalDestination(Destination):
         self._hooked = False
 
     def create(self, name: str) -> Hashing:
-        """On disk when closed. A name with a folder makes the folder."""
+        """A new file of the checkpoint, on disk when closed. A name with a folder makes the folder."""
         path = self._temporary / name
         if "/" in name:
             path.parent.mkdir(exist_ok=True)
@@ -188,8 +126,14 @@ class LocalDestination(Destination):
         """The temporary directory."""
         return self._temporary
 
+    def hand_over(self) -> None:
+        """Nothing: the leading rank alone removes what was written."""
+
+    def take_over(self, names: Iterable[str]) -> None:
+        """Nothing, as above."""
+
     def seal(self, manifest: Manifest) -> None:
-        """Write the manifest."""
+        """Do all of the commit but its last step; on the leading rank, when all have written."""
         target, temporary = self.target, self._temporary
         if self._site is not None and len(list(target.parent.glob(f"{target.name}.*.tmp/{self._mark}"))) > 1:
             raise CheckpointError(
@@ -222,11 +166,14 @@ class LocalDestination(Destination):
         write_file(temporary / NAME, manifest.to_json())
 
     def commit(self, manifest: Manifest) -> None:
-        """Rename."""
+        """Rename it, in one step; on the leading rank, after `seal`."""
         assert self._owned is not None
         self._owned.check()
         publish(self._temporary, self.target)
         self._disown()
+
+    def clear(self) -> None:
+        """Nothing: the commit has removed what it took the place of."""
 
     def abandon(self) -> None:
         """Remove the temporary directory, and that of the hooks if it was made for them."""
@@ -246,8 +193,11 @@ class LocalDestination(Destination):
 _PREFIXED = re.compile(r"\.[0-9a-f]{16}-")  # of the files of a save that took the place of a checkpoint
 
 
-class RemoteDestination(Destination):
-    """Objects written under their final names, or a new *prefix* where a checkpoint is; the manifest comes last."""
+class RemoteDestination:
+    """Objects written under their final names, or a new *prefix* where a checkpoint is; the manifest comes last.
+
+    The methods are those of `LocalDestination`.
+    """
 
     def __init__(self, target: Remote, prefix: str, leads: bool) -> None:
         self.target: Remote = target
@@ -290,13 +240,19 @@ class RemoteDestination(Destination):
         return RemoteFile(self._object(name))
 
     def hand_over(self) -> None:
-        """Forget what this rank has written."""
+        """Forget what this rank has written, and is about to report: from here on only the leading rank may remove it.
+
+        The report may make it a part of a checkpoint, and whether it has may never be heard of here.
+        """
         self._created.clear()
 
     def take_over(self, names: Iterable[str]) -> None:
-        """Remove the files *names* when the save fails before the commit."""
+        """Remove the files *names*, which the ranks have reported, if the save fails; on the leading rank."""
         for self._seen in names:
             self._created.append(self._prefix + self._seen)
+
+    def seal(self, manifest: Manifest) -> None:
+        """Nothing: the last step does all."""
 
     def commit(self, manifest: Manifest) -> None:
         """Put the manifest in place. The store has confirmed every file; one shows whether all ranks write to it."""
@@ -309,7 +265,7 @@ class RemoteDestination(Destination):
         self._created.clear()
 
     def clear(self) -> None:
-        """Remove the files of the checkpoint that was there, and those that interrupted saves have left beside it."""
+        """Remove the files of the checkpoint that was there, and what interrupted saves left, after the commit."""
         if self._replaced is None:
             return
         old = {self._replaced.prefix + name for name in self._replaced.files}
@@ -343,3 +299,6 @@ def _stamp(path: Path) -> object:
     """Return what tells two states of a file, or of all that a directory holds, apart."""
     files = sorted(path.rglob("*")) if path.is_dir() and not path.is_symlink() else [path]
     return [(file, status.st_mtime_ns, status.st_size) for file in files for status in [file.lstat()]]
+
+
+Destination = LocalDestination | RemoteDestination

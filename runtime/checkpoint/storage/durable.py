@@ -18,7 +18,7 @@ import os
 import shutil
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +128,15 @@ class Hashing:
         self._finish()
         return FileRecord(self.size, self._sum.value())
 
+    def fill(self, write: Callable[[Hashing], object]) -> FileRecord:
+        """Let *write* write all of it, and close it, or abandon it after an error."""
+        try:
+            write(self)
+        except BaseException:
+            self.abandon()
+            raise
+        return self.close()
+
     def abandon(self) -> None:
         """Close without a promise, after an error. Raises the reason where `torch.save` has hidden it."""
         self._drop()
@@ -162,13 +171,7 @@ class HashingFile(Hashing):
 
 def write_file(path: Path, data: bytes) -> FileRecord:
     """A new durable file at *path* that holds *data*."""
-    file = HashingFile(path)
-    try:
-        file.write(data)
-    except BaseException:
-        file.abandon()
-        raise
-    return file.close()
+    return HashingFile(path).fill(lambda file: file.write(data))
 
 
 def begin_sync(fd: int, start: int, size: int) -> None:

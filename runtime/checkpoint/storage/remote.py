@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format.layout import NAME, NUMBERED, Manifest
+from orc.runtime.checkpoint.format.layout import NAME, NUMBERED, Manifest, manifest_from, wrong_sizes
 from orc.runtime.checkpoint.storage import s3
 from orc.runtime.checkpoint.storage.durable import Checksum, FileRecord, Hashing
 
@@ -167,43 +167,24 @@ class RemoteFile(Hashing):
 
 def upload(path: Path, remote: Remote) -> FileRecord:
     """Copy a local file."""
-    target = RemoteFile(remote)
-    try:
+
+    def copy(target: Hashing) -> None:
         with path.open("rb") as source:
             while data := source.read(_READ):
                 target.write(data)
-    except BaseException:
-        target.abandon()
-        raise
-    return target.close()
+
+    return RemoteFile(remote).fill(copy)
 
 
 def read_manifest(directory: Remote) -> Manifest:
     """The manifest of the checkpoint *directory*. Raises `CheckpointError` when it is none."""
-    try:
-        return Manifest.from_json((directory / NAME).read())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{directory} has no {NAME}: there is no complete checkpoint. Either saving it was interrupted, or it was "
-            "written by another program"
-        ) from None
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory / NAME} cannot be read: {error}") from None
+    return manifest_from(directory, (directory / NAME).read)
 
 
 def problems(directory: Remote, manifest: Manifest) -> list[str]:
-    """Return the files of *manifest* that are missing, cut off or too long in *directory*, one line each."""
+    """Return what `wrong_sizes` says of *directory*."""
     sizes = directory.sizes()
-    lines = []
-    for name, record in manifest.files.items():
-        size = sizes.get(manifest.prefix + name)
-        if size is None:
-            lines.append(f"{name} is missing")
-        elif size != record.size:
-            lines.append(f"{name} has {size} bytes instead of {record.size}")
-    return lines
+    return wrong_sizes(manifest, lambda name: sizes.get(manifest.prefix + name))
 
 
 def fetch(directory: Remote, manifest: Manifest, names: Iterable[str], target: Path) -> list[str]:
@@ -258,34 +239,28 @@ class RemoteRoot:
         """The directory of checkpoint *number*, there or not."""
         return self.path / f"checkpoint_{number}"
 
-    def next(self, at_least: int = 0) -> tuple[int, Remote]:
-        """Number and directory for the next checkpoint: after every one that is there, complete or not."""
-        number = max([at_least, *(number + 1 for number, _ in self._numbered())])
-        return number, self.path / f"checkpoint_{number}"
+    def next(self, at_least: int = 0) -> int:
+        """Number of the next checkpoint: after every one that is there, complete or not."""
+        return max([at_least, *(number + 1 for number, _ in self._numbered())])
 
-    def retain(self, keep: int | None) -> list[Remote]:
+    def retain(self, keep: int | None) -> None:
         """Remove complete checkpoints beyond the *keep* newest, and incomplete ones before the newest."""
         there = self._numbered()
-        found = _committed(there)
-        kept = found if keep is None else found[-max(keep, 1) :]
-        stay = {number for number, _ in kept}
-        removed = [one for number, one in there if number not in stay and found and number < found[-1][0]]
+        whole = _committed(there)
+        kept = {number for number, _ in (whole if keep is None else whole[-max(keep, 1) :])}
+        removed = [directory for number, directory in there if number not in kept and whole and number < whole[-1][0]]
         in_parallel(Remote.remove_tree, removed)
-        return removed
 
     def _numbered(self) -> list[tuple[int, Remote]]:
         matches = [(match, name) for name in self.path.entries() if (match := NUMBERED.fullmatch(name))]
         return sorted(((int(match[1]), self.path / name) for match, name in matches), key=lambda pair: pair[0])
 
 
-def is_committed(directory: Remote) -> bool:
-    """Return whether *directory* has a manifest and every file listed in it has the recorded size."""
-    try:
-        return not problems(directory, read_manifest(directory))
-    except CheckpointError:
-        return False
-
-
 def _committed(directories: Sequence[tuple[int, Remote]]) -> list[tuple[int, Remote]]:
-    whole = in_parallel(lambda pair: is_committed(pair[1]), directories)
-    return [pair for pair, complete in zip(directories, whole, strict=True) if complete]
+    def complete(numbered: tuple[int, Remote]) -> bool:
+        try:
+            return not problems(numbered[1], read_manifest(numbered[1]))
+        except CheckpointError:
+            return False
+
+    return [pair for pair, whole in zip(directories, in_parallel(complete, directories), strict=True) if whole]

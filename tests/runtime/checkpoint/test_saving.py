@@ -15,7 +15,13 @@ import torch
 from safetensors.torch import load as load_tensors
 
 from orc.runtime.checkpoint import save
-from orc.runtime.checkpoint.content import (
+from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.format import state_file
+from orc.runtime.checkpoint.format.layout import CheckpointRoot, Manifest, read_manifest
+from orc.runtime.checkpoint.replication.barrier import attempt
+from orc.runtime.checkpoint.replication.sites import Sites
+from orc.runtime.checkpoint.save import (
+    Opened,
     Progress,
     SaveRequest,
     _check_loadable,
@@ -23,17 +29,14 @@ from orc.runtime.checkpoint.content import (
     _without_tensors,
     _write_weights,
     capture,
+    looks,
+    open_destination,
+    write,
 )
-from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format import state_file
-from orc.runtime.checkpoint.format.layout import CheckpointRoot, Manifest, read_manifest
-from orc.runtime.checkpoint.replication.barrier import attempt
-from orc.runtime.checkpoint.replication.sites import Sites
-from orc.runtime.checkpoint.save import Opened, looks, open_destination, write
 from orc.runtime.checkpoint.state import ownership
 from orc.runtime.checkpoint.state.ownership import FILE
 from orc.runtime.checkpoint.storage.destination import LocalDestination, RemoteDestination
-from orc.runtime.checkpoint.storage.durable import FileRecord
+from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
 from orc.runtime.checkpoint.storage.remote import Remote, RemoteRoot
 from orc.runtime.checkpoint.storage.remote import read_manifest as read_remote
 from orc.runtime.core.compute import TORCH, Compute
@@ -517,12 +520,18 @@ def test_old_checkpoints_that_cannot_go_are_told_with_the_new_one_complete(tmp_p
     write(context(), Table(), request(tmp_path / "s"), opened(tmp_path / "s"), {}, retain)
 
 
+def whole_save(prepared, request, retain=None):
+    destination, finish = save.begin(context(), Table(), survey(), prepared, request, retain)
+    finish(Table(), 1)
+    return destination
+
+
 def test_a_save_that_fails_leaves_nothing_behind(tmp_path):
     prepared = nothing(custom=[State({"function": print})])
-    text = said(lambda: save.save(context(), Table(), survey(), prepared, request(tmp_path / "s"), None))
+    text = said(lambda: whole_save(prepared, request(tmp_path / "s")))
     assert text.startswith("custom_checkpoint_0.pkl could not be loaded again")
     assert list(tmp_path.iterdir()) == []
-    where = save.save(context(), Table(), survey(), nothing(), request(tmp_path / "s"), None)
+    where = whole_save(nothing(), request(tmp_path / "s"))
     assert where.target == tmp_path / "s"
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
@@ -530,10 +539,7 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path):
 def test_a_numbered_save_is_retained_when_it_is_complete(tmp_path):
     (tmp_path / "checkpoint_3").mkdir()
     retained = []
-    where = save.save(
-        context(),
-        Table(),
-        survey(),
+    where = whole_save(
         nothing(),
         request(root=CheckpointRoot(tmp_path)),
         lambda one: retained.append((one, read_manifest(one.target).step)),
@@ -555,11 +561,10 @@ def test_files_are_written_side_by_side_unless_no_thread_may_start(tmp_path, wri
     names = ["c", "aa", "b", "dddd", "ee", "f"]
     barrier = threading.Barrier(writers)
     destination = opened(tmp_path / "s").destination
-    destination.hook_files = lambda: {"hooked": FileRecord(0, 0)}
     tasks = {name: partial(note, name) for name in names}
     records = save._write(destination, tasks, writers)
-    assert list(records) == [*names, "hooked"]
-    assert [record.size for record in records.values()] == [1, 2, 1, 4, 2, 1, 0]
+    assert list(records) == names
+    assert [record.size for record in records.values()] == [1, 2, 1, 4, 2, 1]
     assert len(set(threads.values())) == writers, "and not more"
     assert (threading.main_thread() in threads.values()) == (writers == 1)
 
@@ -568,15 +573,12 @@ def test_files_are_written_side_by_side_unless_no_thread_may_start(tmp_path, wri
 def test_a_file_that_fails_is_given_up_with_the_reason(tmp_path, writers):
     given_up = []
 
-    class Unfinished:
-        def write(self, data):
-            return len(data)
-
+    class Unfinished(Hashing):
         def abandon(self):
             given_up.append(self)
             raise OSError(28, "No space left on device")
 
-    destination = SimpleNamespace(create=lambda name: Unfinished(), hook_files=dict)
+    destination = SimpleNamespace(create=lambda name: Unfinished())
     with pytest.raises(OSError, match="No space left"):
         save._write(destination, {"a": partial(fail, RuntimeError("torch says something else"))}, writers)
     assert len(given_up) == 1

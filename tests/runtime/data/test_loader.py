@@ -394,6 +394,15 @@ def test_a_batch_sampler_that_is_given_as_sampler_is_shared_by_batch():
         assert {loader.total_batch_size for loader in loaders} == {2 * ranks}
 
 
+def test_a_dispatched_batch_sampler_that_is_given_as_sampler_counts_samples():
+    sampler = BatchSampler(range(7), 2, drop_last=False)
+    loader = prepare(DataLoader(torch.arange(7), batch_size=None, sampler=sampler), dispatch_batches=True)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    assert (loader.total_batch_size, state["offset"], state["global_batch"]) == (2, 2, 2)
+
+
 def test_custom_collate_and_dictionaries_arrive_as_they_are():
     class Bag(dict):
         pass

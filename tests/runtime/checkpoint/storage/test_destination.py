@@ -11,7 +11,7 @@ from orc.runtime.checkpoint.format.layout import NAME, Manifest, read_manifest
 from orc.runtime.checkpoint.state import ownership
 from orc.runtime.checkpoint.state.ownership import FILE
 from orc.runtime.checkpoint.storage import destination as module
-from orc.runtime.checkpoint.storage.destination import Destination, LocalDestination, RemoteDestination
+from orc.runtime.checkpoint.storage.destination import LocalDestination, RemoteDestination
 from orc.runtime.checkpoint.storage.durable import checksum
 from orc.runtime.checkpoint.storage.remote import Remote
 from orc.runtime.checkpoint.storage.remote import read_manifest as read_remote
@@ -254,17 +254,6 @@ def test_only_the_rank_that_prepared_removes_what_was_prepared(tmp_path):
     where.leads = False
     where.abandon()
     assert names(tmp_path) == [f"{FILE}-s", "s.tmp"]
-
-
-def test_what_a_destination_may_leave_out():
-    class Least(LocalDestination):
-        present, path, seal = Destination.present, Destination.path, Destination.seal
-
-    least = Least.__new__(Least)
-    assert least.seal(MANIFEST) is None
-    for act in (least.present, least.path):
-        with pytest.raises(NotImplementedError):
-            act()
 
 
 @pytest.fixture

@@ -291,7 +291,7 @@ def requests_of_commit_and_retention(store, files):
     newest = RemoteDestination(root.numbered(2), "", True)
     newest.take_over(manifest.files)
     newest.commit(manifest)
-    assert len(root.retain(1)) == 2
+    root.retain(1)
     assert root.path.entries() == ["checkpoint_2"]
     events.unregister("before-send.s3", unique_id="count")
     return Counter(requests)
