@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 from pathlib import Path
+
+import pytest
 
 import orc.runtime
 from orc.launchers.oldest_python import OLDEST_FOR_AGENT, OLDEST_PYTHON, brings_python, python_problem
+from orc.launchers.remote.programs import source
 from orc.launchers.snapshot.runtime_tree import runtime_files
+from orc.launchers.transfer.delivery import PRESENCE, RECEIVER
+from orc.launchers.transfer.targets import COLLECTOR
 
 ROOT = Path(__file__).parent.parent
 FILES = {path: Path(os.fsdecode(source)) for path, source in runtime_files().items()}
@@ -47,12 +53,33 @@ def too_new(tree: ast.AST) -> set[str]:
 
 
 def test_what_travels_uses_nothing_newer_than_the_oldest_python():
-    for path, source in FILES.items():
+    for path, file in FILES.items():
         oldest = OLDEST_FOR_AGENT if path.startswith("lib/") or "/" not in path else OLDEST_PYTHON
-        tree = ast.parse(source.read_bytes(), feature_version=oldest)
-        assert not too_new(tree), f"{source}: {too_new(tree)}"
+        tree = ast.parse(file.read_bytes(), feature_version=oldest)
+        assert not too_new(tree), f"{file}: {too_new(tree)}"
     newer = ast.parse("from typing import Self\ndef f(e): e.add_note('')")
     assert too_new(newer) == {"typing.Self", ".add_note"}
+
+
+# What is sent to hosts as text, and runs there with bare Python.
+SENT = {name for program in (PRESENCE, RECEIVER, COLLECTOR) for name in (program.module, *program.others)} | {
+    *("environments.build", "environments.container", "environments.copied", "environments.requirements"),
+    *("hosts.probe", "hosts.all_reduce_probe", "hosts.promised_speed", "hosts.session_probe", "remote.ssh.watchdog"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SENT))
+def test_what_is_sent_as_text_needs_the_oldest_python_of_agents_and_its_standard_library_alone(name):
+    tree = ast.parse(source(name), feature_version=OLDEST_FOR_AGENT)
+    assert not too_new(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            needed = [str(node.module)] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert {module.split(".")[0] for module in needed} <= {*sys.stdlib_module_names, "orc"}
+        elif isinstance(node, ast.Call):
+            assert not [word for word in node.keywords if word.arg == "strict"], "zip(strict=) came with Python 3.10"
+            if isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                assert not isinstance(node.args[1], ast.BinOp), "X | Y came with Python 3.10"
 
 
 def test_a_python_that_is_too_old_is_refused_with_what_it_would_need():

@@ -150,25 +150,6 @@ def test_metrics_drop_repeated_samples(run_ranks):
     assert run_ranks(2, body) == [expected] * 2
 
 
-@pytest.mark.distributed
-def test_metrics_of_a_whole_evaluation_hold_every_sample_once(run_ranks):
-    def body(length, batch, options):
-        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
-        outer = accelerator.prepare(DataLoader(torch.arange(8), batch_size=2))
-        loader = accelerator.prepare(DataLoader(torch.arange(length), batch_size=batch))
-        passes = []
-        for _ in outer:
-            seen = [accelerator.gather_for_metrics(part) for part in loader]
-            passes.append(torch.cat(seen).tolist())
-        return passes
-
-    cases = [(10, 4, {}), (8, 4, {}), (9, 2, {"split_batches": True}), (7, 2, {"dispatch_batches": True}), (1, 4, {})]
-    for length, batch, options in cases:
-        for passes in run_ranks(2, body, length, batch, options):
-            assert len(passes) >= 2
-            assert all(sorted(one) == list(range(length)) for one in passes), (length, batch, options)
-
-
 def test_attributes_in_one_process(tmp_path):
     accelerator = Accelerator(project_dir=tmp_path, split_batches=True, rng_types=["torch"])
     assert accelerator.device == torch.device("cpu")

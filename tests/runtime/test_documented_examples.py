@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 
 import pytest
@@ -159,69 +158,6 @@ def test_accumulation_by_hand_and_by_the_context_manager(run_ranks, world):
         the_same(run_ranks(world, script), by_hand(world, accumulate=2))
 
 
-def test_the_self_contained_accumulation_example(capsys):
-    from orc.runtime import Accelerator
-    from orc.runtime.utils import set_seed
-
-    # seed
-    set_seed(0)
-
-    # define toy inputs and labels
-    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
-    y = torch.tensor([2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0])
-    gradient_accumulation_steps = 4
-    batch_size = len(x) // gradient_accumulation_steps
-
-    # define dataset and dataloader
-    dataset = TensorDataset(x, y)
-    dataloader = DataLoader(dataset, batch_size=batch_size)
-
-    # define model, optimizer and loss function
-    class SimpleLinearModel(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros((1, 1)))
-
-        def forward(self, inputs):
-            return inputs @ self.weight
-
-    model = SimpleLinearModel()
-    model_clone = copy.deepcopy(model)
-    criterion = torch.nn.MSELoss()
-    model_optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    accelerator = Accelerator(gradient_accumulation_steps=gradient_accumulation_steps)
-    model, model_optimizer, dataloader = accelerator.prepare(model, model_optimizer, dataloader)
-    model_clone_optimizer = torch.optim.SGD(model_clone.parameters(), lr=0.02)
-    print(f"initial model weight is {model.weight.mean().item():.5f}")
-    print(f"initial model weight is {model_clone.weight.mean().item():.5f}")
-    for i, (inputs, labels) in enumerate(dataloader):
-        with accelerator.accumulate(model):
-            inputs = inputs.view(-1, 1)
-            print(i, inputs.flatten())
-            labels = labels.view(-1, 1)
-            outputs = model(inputs)
-            loss = criterion(outputs, labels)
-            accelerator.backward(loss)
-            model_optimizer.step()
-            model_optimizer.zero_grad()
-    loss = criterion(x.view(-1, 1) @ model_clone.weight, y.view(-1, 1))
-    model_clone_optimizer.zero_grad()
-    loss.backward()
-    model_clone_optimizer.step()
-    print(f"w/ accumulation, the final model weight is {model.weight.mean().item():.5f}")
-    print(f"w/o accumulation, the final model weight is {model_clone.weight.mean().item():.5f}")
-    assert capsys.readouterr().out.splitlines() == [
-        "initial model weight is 0.00000",
-        "initial model weight is 0.00000",
-        "0 tensor([1., 2.])",
-        "1 tensor([3., 4.])",
-        "2 tensor([5., 6.])",
-        "3 tensor([7., 8.])",
-        "w/ accumulation, the final model weight is 2.04000",
-        "w/o accumulation, the final model weight is 2.04000",
-    ]
-
-
 @each_world
 def test_the_checkpointing_example(run_ranks, world, tmp_path):
     def script(path):
@@ -300,113 +236,6 @@ def test_restoring_the_place_in_the_data(run_ranks, world, tmp_path):
         every = [[2 * i, 2 * i + 1] for i in range(rank, 32, world)]
         assert second == every
         assert first == every[10:]
-
-
-@each_world
-def test_local_sgd(run_ranks, world):
-    def script():
-        model, optimizer, training_dataloader, scheduler, loss_function = parts(batch_size=2)
-        local_sgd_steps = 8
-
-        from orc.runtime import Accelerator, LocalSGD
-
-        accelerator = Accelerator()
-        model, optimizer, training_dataloader, scheduler = accelerator.prepare(
-            model, optimizer, training_dataloader, scheduler
-        )
-        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=local_sgd_steps, enabled=True) as local_sgd:
-            for batch in training_dataloader:
-                with accelerator.accumulate(model):
-                    inputs, targets = batch
-                    outputs = model(inputs)
-                    loss = loss_function(outputs, targets)
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-                    local_sgd.step()
-        return weights(accelerator.unwrap_model(model))
-
-    first, *others = run_ranks(world, script)
-    assert not any(map(torch.equal, first, weights(parts()[0])))
-    for other in others:
-        assert all(map(torch.equal, first, other))
-
-
-@each_world
-def test_memory_aware_batch_size(run_ranks, world):
-    def training_function():
-        from orc.runtime import Accelerator
-        from orc.runtime.utils import find_executable_batch_size
-
-        accelerator = Accelerator()
-        seen = []
-
-        @find_executable_batch_size(starting_batch_size=128)
-        def inner_training_loop(batch_size):
-            accelerator.free_memory()  # Free all lingering references
-            model, optimizer, train_dataloader, lr_scheduler, loss_function = parts(64, batch_size)
-            model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(
-                model, optimizer, train_dataloader, lr_scheduler
-            )
-            seen.append(batch_size)
-            if batch_size > 110:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-            for inputs, targets in train_dataloader:
-                accelerator.backward(loss_function(model(inputs), targets))
-                optimizer.step()
-                lr_scheduler.step()
-                optimizer.zero_grad()
-            return batch_size
-
-        return inner_training_loop(), seen
-
-    assert run_ranks(world, training_function) == [(103, [128, 115, 103])] * world
-
-
-def test_a_custom_tracker(run_ranks):
-    def script():
-        from orc.runtime import Accelerator
-        from orc.runtime.tracking import GeneralTracker, on_main_process
-
-        calls = []
-
-        class MyCustomTracker(GeneralTracker):
-            name = "mine"
-            requires_logging_directory = False
-
-            @on_main_process
-            def __init__(self, run_name: str):
-                self.run_name = run_name
-                calls.append(run_name)
-
-            @property
-            def tracker(self):
-                return calls
-
-            @on_main_process
-            def store_init_configuration(self, values: dict):
-                calls.append(values)
-
-            @on_main_process
-            def log(self, values: dict, step: int | None = None):
-                calls.append((values, step))
-
-        tracker = MyCustomTracker("some_run_name")
-        accelerator = Accelerator(log_with=tracker)
-        hps = {"num_iterations": 5, "learning_rate": 1e-2}
-        accelerator.init_trackers("my_project", config=hps)
-        accelerator.log({"train_loss": 1.12, "valid_loss": 0.8}, step=1)
-        if accelerator.is_main_process:
-            assert accelerator.get_tracker("mine") is tracker
-            assert accelerator.get_tracker("mine", unwrap=True) is calls
-        accelerator.end_training()
-        return calls
-
-    main, other = run_ranks(2, script)
-    hps = {"num_iterations": 5, "learning_rate": 1e-2}
-    assert main == ["some_run_name", hps, ({"train_loss": 1.12, "valid_loss": 0.8}, 1)]
-    assert other == []
 
 
 @each_world

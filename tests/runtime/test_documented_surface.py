@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
 import orc.runtime
@@ -23,8 +22,6 @@ from orc.runtime import (
     GeneralTracker,
     PartialState,
     PrecisionType,
-    compile_regions,
-    find_executable_batch_size,
     fsdp2_prepare_auto_wrap_policy,
     fsdp2_prepare_model,
     load_checkpoint_in_model,
@@ -84,34 +81,6 @@ def test_a_script_switches_the_comparison_of_operands_on():
         state.device = "cuda"
 
 
-def test_batch_sizes_go_down_by_a_tenth():
-    tried = []
-
-    @find_executable_batch_size(starting_batch_size=128)
-    def train(batch_size):
-        tried.append(batch_size)
-        if batch_size > 80:
-            raise RuntimeError("CUDA out of memory.")
-        return batch_size
-
-    assert train() == 73
-    assert tried == [128, 115, 103, 92, 82, 73]
-
-
-def test_a_schedule_of_a_known_length_ends_instead_of_raising():
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, schedule = accelerator.prepare(model, optimizer, OneCycleLR(optimizer, 0.1, total_steps=3))
-    rates = []
-    for _ in range(6):
-        accelerator.backward(model(torch.ones(1, 1)).sum())
-        optimizer.step()
-        schedule.step()
-        rates.append(schedule.get_last_lr()[0])
-    assert rates[2:] == [rates[2]] * 4
-
-
 def _extremes():
     accelerator = Accelerator()
     rank = accelerator.process_index
@@ -143,13 +112,6 @@ def test_prepared_loaders_say_what_they_are_and_survive_pickling():
     for state in (accelerator.state, accelerator.gradient_state, PartialState()):
         for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
             assert (type(other), repr(other)) == (type(state), repr(state))
-
-
-def test_repeated_blocks_are_compiled_in_place():
-    model = torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]))
-    assert compile_regions(model, backend="eager") is model
-    assert all(block._compiled_call_impl is not None for block in model[0])
-    assert model._compiled_call_impl is None
 
 
 def test_units_of_fsdp_2_can_be_asked_for():

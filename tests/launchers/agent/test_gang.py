@@ -39,24 +39,6 @@ def gang_pid(job):
     return read_json(str(job.directory / "gang.json"))["pid"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of 1 MiB")
-def test_ranks_that_fill_the_disk_of_all_logs_leave_a_record(attempt, tmp_path):
-    job = attempt("x")
-    small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small], check=True)
-    try:
-        job.config["attempt_dir"] = str(small / "a1")
-        filler = ["{python}", "-c", "while True: print('x' * 5000, flush=True)"]
-        job.write(command={"spawn": "ranks", "launcher": [], "program": filler, "env": {}})
-        assert gang(job).returncode == 0
-        until(lambda: gone(job))
-        assert job.exit()["outcome"] == "crash"
-        assert job.exit()["first_failure"]["rank"] == 0
-    finally:
-        subprocess.run(["umount", small], check=True)
-
-
 def gone(job):
     lease = read_json(str(job.directory / "gang.json"))
     return not is_running(lease["pid"], lease["pid_start"], lease["boot_id"])
@@ -115,44 +97,6 @@ def test_a_node_that_falls_silent_is_a_node_failure(attempt, silent):
         record = job.exit(node)
         assert (record["outcome"], record["peer_lost"]) == ("peer", True)
         assert f"node {silent}" in record["reason"]
-
-
-def test_a_failure_on_one_node_stops_the_others_with_its_status(attempt):
-    job = attempt(
-        """
-        import os, sys, time
-        if os.environ["RANK"] == "2":
-            sys.exit(9)
-        time.sleep(600)
-        """,
-        nnodes=2,
-        nproc=2,
-    )
-    agents = [job.start(node) for node in range(2)]
-    assert [process.wait(60) for process in agents] == [9, 9]
-    assert job.exit(0)["outcome"] == "peer"
-    assert "rank 2 exited with 9" in job.exit(0)["reason"]
-    assert job.exit(1)["outcome"] == "crash"
-    assert job.exit(1)["first_failure"]["rank"] == 2
-
-
-def test_a_notice_to_one_node_reaches_all_and_all_are_preempted(attempt):
-    job = attempt(
-        """
-        import signal, sys, time
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-        print("ready", flush=True)
-        while True:
-            time.sleep(0.1)
-        """,
-        nnodes=2,
-    )
-    agents = [job.start(node) for node in range(2)]
-    job.until_log("ready", 0)
-    job.until_log("ready", 1)
-    agents[1].send_signal(signal.SIGUSR1)
-    assert [process.wait(60) for process in agents] == [75, 75]
-    assert {job.exit(node)["outcome"] for node in range(2)} == {"preempted"}
 
 
 def test_ranks_that_answer_75_to_a_crash_elsewhere_were_not_preempted(attempt):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers.remote import programs
-from orc.launchers.remote.programs import Program, source
+from orc.launchers.remote.programs import Program
 
 
 @pytest.fixture
@@ -45,10 +45,3 @@ def test_an_older_python_can_read_the_message_that_it_is_too_old(program: Progra
     pretend = f"import sys; sys.version_info = (3, 6, 8); sys.version = '3.6.8 (main)'; exec({boot!r})"
     done = subprocess.run([sys.executable, "-c", pretend, "1", "x"], capture_output=True, text=True, timeout=60)
     assert done.stderr.strip().endswith("is too old: Python 3.6.8")
-
-
-def test_what_watches_a_connection_is_python_3_9_of_the_standard_library() -> None:
-    text = source("remote.ssh.watchdog")
-    tree = ast.parse(text, feature_version=(3, 9))
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert imported <= set(sys.stdlib_module_names)

@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 from orc.runtime.core.accumulation import GradientRecord
 from orc.runtime.core.context import RunContext
-from orc.runtime.data.plan import IndexPlan, PositionError
+from orc.runtime.data.plan import PositionError
 from orc.runtime.data.prepare import prepare_data_loader, skip_first_batches
 from orc.runtime.launch.environment import detect
 
@@ -250,19 +250,3 @@ def test_a_stream_that_shares_itself_out_to_workers_is_refused_when_it_is_read()
     _, state = steps(gang(make, 1, 5), 3)
     with pytest.raises(PositionError, match="shares itself out to the worker processes"):
         next(iter(gang(make, 1, 4, state)[0]))
-
-
-@pytest.mark.parametrize("offset", [0, 1, 7, 40, LENGTH - 1, LENGTH])
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("even", [False, True])
-def test_the_plan_of_the_rest_holds_what_is_left_and_nothing_else(offset, drop_last, even):
-    plan = IndexPlan(LENGTH, 4, 3, drop_last=drop_last, even_batches=even).rest(offset)
-    whole = range(offset, offset + plan.full_rounds * plan.global_batch)
-    last = [i for rank in range(3) for begin, end in plan.last_ranges(rank) for i in range(begin, end)]
-    assert whole.stop + plan.remainder == LENGTH or drop_last
-    assert last[: plan.remainder] == list(range(whole.stop, LENGTH)) or drop_last
-    assert plan.offset(plan.rounds) == LENGTH
-    assert plan.offset(0) == (offset if plan.rounds else LENGTH)
-    if plan.fills_up:
-        assert len(last) == plan.global_batch
-        assert last[plan.remainder :] == list(range(plan.global_batch - plan.remainder))

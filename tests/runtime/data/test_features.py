@@ -7,14 +7,13 @@ import tracemalloc
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from orc.runtime import (
     BatchSamplerShard,
     DataLoaderAdapter,
     DataLoaderDispatcher,
     DataLoaderShard,
-    IterableDatasetShard,
     prepare_data_loader,
     skip_first_batches,
 )
@@ -127,38 +126,6 @@ def test_lengths_are_what_is_yielded_also_for_tiny_datasets(split, even, drop_la
             assert len(read(loader)) == len(loader)
             if even and not drop_last and count:
                 assert {len(batch) for batch in shard} == {2 if split else 4}
-
-
-def test_fewer_samples_than_one_global_batch_are_repeated():
-    def shards(count, n=2, **options):
-        sampler = BatchSampler(SequentialSampler(range(count)), 4, options.pop("drop_last", False))
-        return [list(BatchSamplerShard(sampler, n, rank, **options)) for rank in range(n)]
-
-    assert shards(3) == [[[0, 1, 2, 0]], [[1, 2, 0, 1]]]
-    assert shards(1) == [[[0, 0, 0, 0]]] * 2
-    assert shards(3, split_batches=True) == [[[0, 1]], [[2, 0]]]
-    assert shards(3, even_batches=False) == [[[0, 1, 2]], []]
-    assert shards(3, split_batches=True, even_batches=False) == [[[0, 1]], [[2]]]
-    assert shards(3, drop_last=True) == shards(3, drop_last=True, split_batches=True) == [[], []]
-
-
-def test_batches_of_varying_size_are_dealt_out_whole_and_the_first_once_more_with_even_batches():
-    batches = [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9], [10, 11]]
-    for rank, mine in ((0, batches[::2]), (1, batches[1::2])):
-        assert list(BatchSamplerShard(batches, 2, rank, even_batches=False)) == mine
-        assert read(prepare(DataLoader(range(12), batch_sampler=batches), 2, rank, even_batches=False)) == mine
-        filled = mine + batches[:1] * rank
-        assert read(prepare(DataLoader(range(12), batch_sampler=batches), 2, rank)) == filled
-    with pytest.raises(ValueError, match="even_batches=False"):
-        prepare(DataLoader(range(12), batch_sampler=batches), 2, split_batches=True)
-
-
-def test_batches_that_cannot_be_split_evenly_are_refused():
-    sampler = BatchSampler(SequentialSampler(range(8)), 3, False)
-    with pytest.raises(ValueError, match="batch_size 3 is not a multiple of 2"):
-        BatchSamplerShard(sampler, 2, 0, split_batches=True)
-    with pytest.raises(ValueError, match="batch_size 3 is not a multiple of 2"):
-        IterableDatasetShard(range(8), 3, num_processes=2, split_batches=True)
 
 
 def test_both_loaders_can_be_made_by_hand():

@@ -150,11 +150,6 @@ def test_a_plan_sampler_describes_its_batches():
     assert plan_batches(IndexPlan(13, 6)).drop_last is False
 
 
-def test_each_rank_counts_its_own_batches_of_a_plan():
-    plan = IndexPlan(9, 2, 3, even_batches=False)
-    assert [len(plan_batches(plan, rank)) for rank in range(3)] == [2, 2, 1]
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_without_batching_bare_indices_are_served(shuffle):
     order = ShuffledOrder(RandomSampler(range(5))) if shuffle else SequentialOrder(5)

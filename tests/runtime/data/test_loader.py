@@ -18,6 +18,7 @@ from torch.utils.data import (
 
 from orc.runtime.core.accumulation import GradientRecord
 from orc.runtime.core.context import RunContext
+from orc.runtime.data.iterable import IterableDatasetShard
 from orc.runtime.data.loader import DataLoaderShard
 from orc.runtime.data.plan import PositionError
 from orc.runtime.data.prepare import prepare_data_loader, skip_first_batches
@@ -62,13 +63,6 @@ def test_observed_sizes_are_the_documented_ones():
     assert len(prepare(hundred, ranks=4, split_batches=True)) == 100
 
 
-def test_each_of_8_processes_reads_8_of_64_items():
-    shares = [prepare(DataLoader(range(64), batch_size=4), ranks=8, rank=rank) for rank in range(8)]
-    seen = [flat(read(loader)) for loader in shares]
-    assert [len(items) for items in seen] == [8] * 8
-    assert sorted(flat(seen)) == list(range(64))
-
-
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize("replacement", [False, True])
 def test_one_process_shuffles_exactly_as_an_unprepared_loader_does(own_generator, replacement):
@@ -82,10 +76,6 @@ def test_one_process_shuffles_exactly_as_an_unprepared_loader_does(own_generator
     assert three_epochs(prepare) == three_epochs(lambda loader: loader)
 
 
-def test_the_last_short_batch_of_one_process_is_not_filled_up():
-    assert read(prepare(DataLoader(range(10), batch_size=4))) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
 def test_seedable_order_depends_on_seed_and_epoch_alone():
     torch.manual_seed(42)
     loader = prepare(DataLoader(range(20), batch_size=3, shuffle=True), use_seedable_sampler=True, data_seed=7)
@@ -96,12 +86,6 @@ def test_seedable_order_depends_on_seed_and_epoch_alone():
     assert [read(loader), read(loader)] == [first, second]
     plain = SeedableRandomSampler(range(20), data_seed=7)
     assert [list(plain), list(plain)] == [flat(first), flat(second)]
-
-
-def test_the_end_is_known_with_and_without_a_length():
-    for loader in (prepare(DataLoader(range(6), batch_size=2)), prepare(DataLoader(Stream(6), batch_size=2))):
-        assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
-        assert loader.gradient.active == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -235,35 +219,6 @@ def test_saved_after_the_last_batch_but_inside_the_loop_the_epoch_has_no_batches
     assert len(read(other)) == 4
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_resume_is_exact_at_another_world_size_while_the_global_batch_holds(split):
-    def ranks(world, batch_size, state=None):
-        torch.manual_seed(4)  # simulated ranks share no process group, so they share the seed
-        loaders = []
-        for rank in range(world):
-            plain = DataLoader(range(100), batch_size, shuffle=True, generator=torch.Generator().manual_seed(8))
-            loaders.append(prepare(plain, ranks=world, rank=rank, split_batches=split))
-            if state is not None:
-                loaders[-1].load_state_dict(state)
-        return loaders
-
-    def rounds(loaders):
-        return [flat(batch.tolist() for batch in batches) for batches in zip(*loaders, strict=True)]
-
-    two = ranks(2, 12 if split else 6)
-    whole = rounds(ranks(2, 12 if split else 6))
-    iterators = [iter(loader) for loader in two]
-    for _ in range(3):
-        [next(iterator) for iterator in iterators]
-    state = two[0].state_dict()
-    assert state["offset"] == 36
-    four = ranks(4, 12 if split else 3, state)
-    rest = rounds(four)
-    # The last round is filled up at both sizes; all others are equal sample by sample.
-    assert [sorted(r) for r in rest] == [sorted(r) for r in whole[3:]]
-    assert rest == whole[3:]
-
-
 def test_a_changed_dataset_or_order_is_refused_in_the_middle_of_an_epoch():
     loader = prepare(DataLoader(range(8), batch_size=2))
     _source = iter(loader)
@@ -366,20 +321,6 @@ def test_worker_processes_and_persistent_workers_read_the_same():
     assert read(skip_first_batches(loader, 1)) == expected[1:]
 
 
-def test_a_streams_filled_up_end_is_counted_also_through_workers():
-    for workers in (0, 1):
-        loader = prepare(
-            DataLoader(Stream(10), batch_size=4, num_workers=workers), ranks=2, rank=1, dispatch_batches=False
-        )
-        seen = [(batch.tolist(), loader.remainder) for batch in loader]
-        assert seen == [([4, 5, 6, 7], -1), ([2, 3, 4, 5], 2)]
-
-
-def test_loaders_without_batching_are_shared_by_item():
-    loaders = [prepare(DataLoader(range(5), batch_size=None), ranks=2, rank=rank) for rank in range(2)]
-    assert [[int(item) for item in loader] for loader in loaders] == [[0, 2, 4], [1, 3, 0]]
-
-
 def test_a_batch_sampler_that_is_given_as_sampler_is_shared_by_batch():
     data = torch.arange(10, 20)  # takes a list of places
     for ranks, shares in {
@@ -426,6 +367,8 @@ def test_a_prepared_loader_is_not_prepared_again():
 def test_uneven_splits_are_refused_with_the_numbers():
     with pytest.raises(ValueError, match="batch_size 5 is not a multiple of 2"):
         prepare(DataLoader(range(10), batch_size=5), ranks=2, split_batches=True)
+    with pytest.raises(ValueError, match="batch_size 3 is not a multiple of 2"):
+        IterableDatasetShard(range(8), 3, num_processes=2, split_batches=True)
     with pytest.raises(ValueError, match="give the DataLoader a batch_size"):
         prepare(DataLoader(range(10), batch_size=None), ranks=2, split_batches=True)
 

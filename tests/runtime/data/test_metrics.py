@@ -122,16 +122,6 @@ def test_loaders_inside_each_other_and_left_early_do_not_confuse_the_count():
     run_threads(2, body)
 
 
-def test_the_documented_first_batch():
-    def body():
-        accelerator = Accelerator()
-        loader = accelerator.prepare(DataLoader(range(9), batch_size=5))
-        batch = next(iter(loader))
-        return len(accelerator.gather_for_metrics(batch)), len(accelerator.gather(batch))
-
-    assert run_threads(2, body) == [(9, 10)] * 2
-
-
 def test_tensors_sent_as_objects_are_cut_too():
     def body():
         accelerator = Accelerator()

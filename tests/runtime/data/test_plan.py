@@ -62,19 +62,6 @@ def test_split_batches_takes_the_size_as_that_of_all_ranks_together(split, rows,
     assert (plan.rows, plan.global_batch) == (rows, together)
 
 
-def test_the_last_round_wraps_around_an_order_that_is_shorter_than_it():
-    plan = IndexPlan(2, 3, 3)
-    assert plan.last_ranges(0) == [(0, 2), (0, 1)]
-    assert plan.last_ranges(1) == [(1, 2), (0, 2)]
-    assert plan.last_ranges(2) == [(0, 2), (0, 1)]
-
-
-def test_the_last_round_after_a_restart_is_filled_from_the_start_of_the_whole_order():
-    plan = IndexPlan(10, 2, 2, start=7)
-    assert plan.last_ranges(0) == [(7, 9)]
-    assert plan.last_ranges(1) == [(9, 10), (0, 1)]
-
-
 def test_the_rest_of_a_plan_is_cut_from_where_it_stopped():
     plan = IndexPlan(10, 2, 2, drop_last=True, even_batches=False)
     assert plan.rest(3) == IndexPlan(10, 2, 2, drop_last=True, even_batches=False, start=3)
@@ -92,11 +79,6 @@ def test_a_plan_that_cannot_be_is_refused_and_shown(length, size, world):
         f"no such plan: IndexPlan(length={length}, batch_size={size}, world_size={world}, split_batches=False, "
         "drop_last=False, even_batches=True, start=0)"
     )
-
-
-def test_the_smallest_plan_is_taken():
-    assert IndexPlan(0, 1, 1).rounds == 0
-    assert IndexPlan(0, 1, 1).last_ranges(0) == []
 
 
 def test_a_batch_that_has_no_equal_parts_is_refused():

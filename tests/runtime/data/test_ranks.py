@@ -86,39 +86,6 @@ def test_an_iterable_dataset_is_read_on_rank_0_only_and_dealt_out_in_order(run_r
     assert zero[3] == 4
 
 
-def test_a_map_style_dataset_is_not_dispatched_unless_asked(run_ranks):
-    def read():
-        current_context()
-        kinds = []
-        for dispatch in (None, True):
-            loader = prepare_data_loader(DataLoader(range(10), batch_size=4), dispatch_batches=dispatch)
-            kinds.append((type(loader).__name__, len(loader), [batch.tolist() for batch in loader], loader.remainder))
-        return kinds
-
-    zero, one = run_ranks(2, read)
-    assert zero == [
-        ("DataLoaderShard", 2, [[0, 1, 2, 3], [8, 9, 0, 1]], 2),
-        ("DataLoaderDispatcher", 2, [[0, 1, 2, 3], [8]], -1),
-    ]
-    assert one == [
-        ("DataLoaderShard", 2, [[4, 5, 6, 7], [2, 3, 4, 5]], 2),
-        ("DataLoaderDispatcher", 2, [[4, 5, 6, 7], [9]], -1),
-    ]
-
-
-def test_a_dispatched_end_is_made_divisible_and_counted(run_ranks):
-    def read(drop_last):
-        current_context()
-        loader = prepare_data_loader(DataLoader(Reading(11), batch_size=4, drop_last=drop_last))
-        return [(batch.tolist(), loader.remainder) for batch in loader]
-
-    assert run_ranks(2, read, False) == [
-        [([0, 1, 2, 3], -1), ([8, 9], 3)],
-        [([4, 5, 6, 7], -1), ([10, 0], 3)],
-    ]
-    assert run_ranks(2, read, True) == [[([0, 1, 2, 3], -1)], [([4, 5, 6, 7], -1)]]
-
-
 def test_dispatched_batches_may_hold_anything_and_grow(run_ranks):
     def make(i):
         return {"image": torch.full((i * 300,), float(i)), "name": f"n{i}", "label": i, "extra": {"flags": [True, i]}}
@@ -132,33 +99,6 @@ def test_dispatched_batches_may_hold_anything_and_grow(run_ranks):
     expected = [(i * 300, float(i * i * 300), f"n{i}", {"flags": [True, i]}) for i in range(8)]
     assert zero == [expected[0:2], expected[4:6]]
     assert one == [expected[2:4], expected[6:8]]
-
-
-def test_strings_are_cut_with_their_rows(run_ranks):
-    def read():
-        current_context()
-        loader = prepare_data_loader(
-            DataLoader(Reading(4, lambda i: (torch.tensor(i), f"s{i}")), batch_size=4), split_batches=True
-        )
-        return [(numbers.tolist(), strings) for numbers, strings in loader]
-
-    assert run_ranks(2, read) == [[([0, 1], ("s0", "s1"))], [([2, 3], ("s2", "s3"))]]
-
-
-def test_an_error_while_reading_reaches_every_rank(run_ranks):
-    def read():
-        current_context()
-        loader = prepare_data_loader(DataLoader(Reading(20, broken_at=9), batch_size=2))
-        seen = []
-        try:
-            for batch in loader:
-                seen.append(batch.tolist())
-        except Exception as error:
-            return seen, f"{type(error).__name__}: {error}"
-
-    zero, one = run_ranks(2, read)
-    assert zero == ([[0, 1]], "OSError: disk on fire")
-    assert one == ([[2, 3]], "DispatchError: rank 0 could not read the next batch: OSError: disk on fire")
 
 
 def test_dispatching_can_be_left_early_resumed_and_repeated(run_ranks):
@@ -187,19 +127,6 @@ def test_a_custom_slicing_function_cuts_dispatched_batches(run_ranks):
         return [batch.tolist() for batch in loader]
 
     assert run_ranks(2, read) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
-
-
-def test_iterable_shards_are_read_on_every_rank_when_not_dispatched(run_ranks):
-    def read():
-        current_context()
-        data = Reading(10)
-        loader = prepare_data_loader(DataLoader(data, batch_size=4), dispatch_batches=False)
-        return len(data.read), [(batch.tolist(), loader.remainder) for batch in loader], len(data.read)
-
-    assert run_ranks(2, read) == [
-        (0, [([0, 1, 2, 3], -1), ([8, 9, 0, 1], 2)], 10),
-        (0, [([4, 5, 6, 7], -1), ([2, 3, 4, 5], 2)], 10),
-    ]
 
 
 def test_loaders_work_over_a_group_that_the_script_opened_without_a_backend_for_the_cpu(run_ranks):

@@ -177,11 +177,6 @@ def test_shares_are_those_dealt_by_hand_from_any_start(n, split, even, drop):
 VARYING = [[0, 1, 2, 3, 4, 5, 6], [7], [8, 9, 10], [11, 12], [13, 14, 15, 16, 17]]
 
 
-def test_batches_of_any_size_are_dealt_whole():
-    shards = [BatchSamplerShard(Batches(VARYING), 2, rank, even_batches=False) for rank in range(2)]
-    assert [list(shard) for shard in shards] == [VARYING[0::2], VARYING[1::2]]
-
-
 def test_a_round_of_batches_of_any_size_that_misses_some_is_dropped_where_the_last_is():
     shards = [BatchSamplerShard(Batches(VARYING, drop_last=True), 2, rank, even_batches=False) for rank in range(2)]
     assert [list(shard) for shard in shards] == [[VARYING[0], VARYING[2]], [VARYING[1], VARYING[3]]]
@@ -216,11 +211,6 @@ def test_of_batches_of_a_scripts_own_all_are_counted():
     """Nobody can tell before whether the last one has a piece for every rank."""
     sampler = Counted([[0, 1, 2, 3], [4]], batch_size=4, sampler=range(5))
     assert [len(BatchSamplerShard(sampler, 4, rank, True, False)) for rank in range(4)] == [2] * 4
-
-
-def test_rounds_that_miss_a_batch_are_not_counted_where_the_last_is_dropped():
-    assert [len(BatchSamplerShard(BatchSampler(range(10), 2, True), 2, rank)) for rank in range(2)] == [2, 2]
-    assert [len(BatchSamplerShard(BatchSampler(range(12), 2, True), 2, rank)) for rank in range(2)] == [3, 3]
 
 
 def test_the_epoch_is_told_to_what_asks_for_it():

@@ -267,11 +267,6 @@ def test_the_datasets_own_attributes_are_found_on_the_prepared_loader():
         _ = loader.dataset.missing
 
 
-def test_streams_without_batches_are_dealt_out_by_sample():
-    loaders = [prepare(DataLoader(Numbers(8), batch_size=None, num_workers=2), 2, rank) for rank in range(2)]
-    assert [[int(item) for item in loader] for loader in loaders] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-
-
 def test_an_iterable_shard_in_a_plain_loader_is_read_once():
     shard = IterableDatasetShard(Numbers(16), 4, num_processes=2, process_index=1)
     assert read(DataLoader(shard, batch_size=4, num_workers=2)) == [[4, 5, 6, 7], [12, 13, 14, 15]]

@@ -101,27 +101,6 @@ def test_gradients_without_a_loss_scale_are_clipped_while_they_accumulate():
     assert parameter.grad.tolist() == [1.0, -1.0]
 
 
-def test_the_values_of_one_tensor_are_clipped():
-    (parameter,) = with_gradients([3.0, -4.0])
-    NativeEngine(current_context()).clip_grad_value_(parameter, 3.5)
-    assert parameter.grad.tolist() == [3.0, -3.5]
-
-
-@pytest.mark.parametrize("clip", ["norm", "value"])
-def test_gradients_are_unscaled_before_they_are_clipped(clip):
-    scaler = Scaler()
-    engine = NativeEngine(current_context(), prepared=Prepared(scaler=scaler))
-    optimizer = optimizer_of([3.0], [4.0])
-    engine.prepared.optimizers.append(SimpleNamespace(optimizer=optimizer))
-    (parameter, other) = optimizer.param_groups[0]["params"]
-    scaler.unscale_ = lambda one: [p.grad.div_(2) for group in one.param_groups for p in group["params"]]
-    if clip == "norm":
-        assert engine.clip_grad_norm_([parameter, other], 5.0, 2.0).item() == 2.5
-    else:
-        engine.clip_grad_value_([parameter, other], 1.75)
-    assert (parameter.grad.item(), other.grad.item()) == (1.5, 2.0 if clip == "norm" else 1.75)
-
-
 @pytest.mark.parametrize("clip", ["norm", "value"])
 def test_over_xla_the_gradients_of_the_clipped_parameters_are_averaged_first(clip):
     averaged = []
@@ -169,19 +148,6 @@ def test_the_loss_scale_changes_once_after_all_optimizers_have_stepped():
     assert scaler.calls[4:] == ["update"]
     assert engine.scaler is scaler
     assert len(scaler.calls) == 5, "nothing has stepped since"
-
-
-def test_gradients_are_unscaled_once_a_step_and_only_where_there_are_some():
-    scaler = Scaler()
-    engine = NativeEngine(current_context(), prepared=Prepared(scaler=scaler))
-    used, idle = optimizer_of([1.0]), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    engine.unscale([used, idle])
-    engine.unscale([used])
-    assert scaler.calls == [("unscale", used)]
-    engine.backward(torch.ones(1, requires_grad=True).sum())
-    assert scaler.calls[1:] == ["update"], "the step was left out"
-    engine.unscale([used])
-    assert scaler.calls[2:] == [("unscale", used)]
 
 
 def test_weights_have_the_names_that_the_script_wrote_unless_asked_otherwise():

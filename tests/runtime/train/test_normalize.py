@@ -97,17 +97,6 @@ def test_a_window_that_is_forgotten_counts_no_more():
     assert weight.grad.tolist() == [4.0]
 
 
-def test_gradients_that_are_synchronised_with_each_batch_are_in_one_unit_everywhere():
-    ctx = a_context(sync_each_batch=True)
-    (weight,) = weights([12.0])
-    normalizer = LossNormalizer(ctx, lambda: [weight])
-    assert normalizer.scale(torch.tensor(7.0), 5).item() == 7.0
-    assert normalizer.open is True
-    ctx.gradient.sync_gradients = True
-    assert normalizer.scale(torch.tensor(7.0), 2).item() == 1.0
-    assert weight.grad.tolist() == pytest.approx([12.0 / 7])
-
-
 @pytest.mark.parametrize(
     ("count", "steps", "unit"),
     [
@@ -148,21 +137,6 @@ def test_a_window_without_items_is_divided_by_one(count):
     ctx = a_context()
     ctx.gradient.sync_gradients = True
     assert LossNormalizer(ctx, list).scale(torch.tensor(3.0), count).item() == 3.0
-
-
-def test_the_counts_of_all_processes_are_summed_once_a_window(reduced):
-    ctx = a_context(world_size=4)
-    (weight,) = weights([16.0])
-    normalizer = LossNormalizer(ctx, lambda: [weight])
-    assert normalizer.scale(torch.tensor(16.0), 5).item() == 1.0
-    assert reduced.calls == []
-    ctx.gradient.sync_gradients = True
-    reduced.others = [3.0]
-    assert normalizer.scale(torch.tensor(16.0), 8).item() == 16.0 * 4 / 16
-    assert weight.grad.tolist() == [16.0 * 16 * 4 / 16]
-    ((given, group),) = reduced.calls
-    assert (given.tolist(), given.dtype, group) == ([13.0], torch.float64, "the group")
-    assert ctx.asked == ["normalize_by"]
 
 
 def test_two_processes_are_asked_and_one_by_itself_is_not(reduced):
@@ -320,13 +294,6 @@ def test_gradients_that_are_part_of_a_graph_are_scaled_without_one():
 def a_loss():
     weight = torch.ones(1, requires_grad=True)
     return weight, (3 * weight).sum()
-
-
-@pytest.mark.parametrize(("steps", "gradient"), [(1, 3.0), (2, 1.5), (4, 0.75)])
-def test_a_mean_loss_is_divided_by_the_batches_of_the_window(steps, gradient):
-    weight, loss = a_loss()
-    NativeEngine(a_context(num_steps=steps)).backward(loss)
-    assert weight.grad.item() == gradient
 
 
 def test_a_sum_is_divided_by_its_count_alone_and_a_window_does_not_mix():

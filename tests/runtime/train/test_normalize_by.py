@@ -142,20 +142,3 @@ def test_batches_without_tokens_weigh_nothing():
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.ones(int(count), 1)).sum(), normalize_by=count)
         assert model.weight.grad.item() == pytest.approx(gradient)
-
-
-def test_a_window_cannot_mix():
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    model = accelerator.prepare(torch.nn.Linear(1, 1))
-    with accelerator.accumulate(model):
-        accelerator.backward(model(torch.ones(1, 1)).sum(), normalize_by=1)
-    with pytest.raises(ValueError, match="for every batch between two optimizer steps, or for none"):
-        accelerator.backward(model(torch.ones(1, 1)).sum())
-    accelerator.free_memory()
-    accelerator.backward(model(torch.ones(1, 1)).sum())
-
-
-@pytest.mark.parametrize("count", [-1, True, "7", float("nan"), torch.ones(2)])
-def test_what_is_no_count_is_refused(count):
-    with pytest.raises(ValueError, match="normalize_by must be"):
-        Accelerator().backward(torch.ones(1, requires_grad=True).sum(), normalize_by=count)

@@ -1,4 +1,4 @@
-"""The API server: HTTP over the store, watches, logs, and commands in pods over the real websocket protocol."""
+"""The API server: HTTP over the store, logs, and commands in pods over the real websocket protocol."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from kubernetes_nodes import Cluster, Process, condition, put_condition, total
+from kubernetes_nodes import Cluster, Process, total
 from kubernetes_store import CLUSTER_WIDE, GROUPS, KINDS, VERSION, ApiError, Store
 
 _PATH = re.compile(
@@ -138,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.objects("namespaces", "", "", space[1] or "", query, body)
         resource, space, name, sub = match["resource"], match["space"] or "", match["name"] or "", match["sub"] or ""
         verb = _VERBS[self.command] if name or self.command != "GET" else "list"
-        if sub in ("exec", "log", "eviction"):
+        if sub in ("exec", "log"):
             self.server_.allow("get" if sub == "log" else "create", f"{resource}/{sub}", "", space)
             return getattr(self, sub)(space, name, query, many)
         self.server_.allow(verb, resource, match["group"] or "", space)
@@ -159,9 +159,6 @@ class _Handler(BaseHTTPRequestHandler):
             return {**kind, **store.delete(resource, space, name, None if grace is None else float(grace))}
         if name:
             return {**kind, **store.get(resource, space, name)}
-        if query.get("watch") in ("true", "1"):
-            self.watch(resource, space, query, labels, fields)
-            return None
         with store.lock:
             items = store.list(resource, space, labels, fields)
             meta: dict[str, Any] = {"resourceVersion": str(store.version)}
@@ -174,21 +171,6 @@ class _Handler(BaseHTTPRequestHandler):
             "metadata": meta,
             "items": [{**kind, **item} for item in items[start : start + most if most else None]],
         }
-
-    def watch(self, resource: str, space: str, query: dict[str, str], labels: str, fields: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        since, wait = int(query.get("resourceVersion") or 0), float(query.get("timeoutSeconds") or 300)
-        marks = query.get("allowWatchBookmarks") in ("true", "1")
-        for event in self.server_.store.watch(resource, space, since, labels, fields, wait, marks):
-            self.chunk(json.dumps(event).encode() + b"\n")
-        self.chunk(b"")
-
-    def chunk(self, data: bytes) -> None:
-        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-        self.wfile.flush()
 
     # -- pods
 
@@ -203,29 +185,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log(self, space: str, name: str, query: dict[str, str], _: Any) -> None:
         process = self.process(space, name)
-        if query.get("follow") != "true":
-            lines = (process.home / "main.log").read_bytes().splitlines(keepends=True)
-            self.answer(b"".join(lines[-int(query.get("tailLines") or len(lines) or 1) :]), kind="text/plain")
-            return
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        with (process.home / "main.log").open("rb") as file:
-            while True:
-                over = process.popen.poll() is not None
-                if data := file.read():
-                    self.chunk(data)
-                elif over:
-                    break
-                else:
-                    threading.Event().wait(0.05)
-        self.chunk(b"")
-
-    def eviction(self, space: str, name: str, *_: Any) -> Any:
-        why = condition("DisruptionTarget", "True", "EvictionByEvictionAPI", "Eviction API: evicting")
-        self.server_.store.update("pods", space, name, lambda item: put_condition(item, why))
-        self.server_.store.delete("pods", space, name)
-        return {"kind": "Status", "apiVersion": "v1", "status": "Success", "code": 201}
+        lines = (process.home / "main.log").read_bytes().splitlines(keepends=True)
+        self.answer(b"".join(lines[-int(query.get("tailLines") or len(lines) or 1) :]), kind="text/plain")
 
     def exec(self, space: str, name: str, query: dict[str, str], many: dict[str, list[str]]) -> None:
         process = self.process(space, name)

@@ -1,4 +1,4 @@
-"""Objects of the API server: resource versions, labels, watches that run out, owners, and the published schemas."""
+"""Objects of the API server: resource versions, labels, owners, and the published schemas."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import copy
 import json
 import re
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.util import find_spec
@@ -36,7 +35,6 @@ GROUPS = {"jobs": "batch/v1", "jobsets": "jobset.x-k8s.io/v1alpha2", "workloads"
 JOBSET = {"replicatedJobs", "failurePolicy", "successPolicy", "network", "suspend", "ttlSecondsAfterFinished"}
 CLUSTER_WIDE = ("nodes", "namespaces")
 VERSION = "1.34"
-HISTORY = 2000  # changes that a watch can go back
 
 
 class ApiError(Exception):
@@ -108,22 +106,17 @@ def field(item: Mapping[str, Any], path: str) -> str:
 
 
 class Store:
-    """All objects, and the order in which they changed."""
+    """All objects."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
-        self.log: list[tuple[int, str, str, dict[str, Any]]] = []
         self.version = 100
-        self.oldest = 100  # a watch from before has expired
 
-    def _note(self, what: str, resource: str, item: dict[str, Any]) -> None:
+    def _note(self, item: dict[str, Any]) -> None:
         self.version += 1
         item["metadata"]["resourceVersion"] = str(self.version)
-        self.log.append((self.version, what, resource, copy.deepcopy(item)))
-        if len(self.log) > HISTORY:
-            self.oldest = self.log.pop(0)[0]
         self.changed.notify_all()
 
     def create(self, resource: str, namespace: str, body: Mapping[str, Any], *, dry: bool = False) -> dict[str, Any]:
@@ -147,7 +140,7 @@ class Store:
                 item.setdefault("data", {})[name] = base64.b64encode(text.encode()).decode()
             if not dry:
                 self.objects[key] = item
-                self._note("ADDED", resource, item)
+                self._note(item)
             return copy.deepcopy(item)
 
     def get(self, resource: str, namespace: str, name: str) -> dict[str, Any]:
@@ -184,7 +177,7 @@ class Store:
             before = json.dumps(item, sort_keys=True)
             change(item)
             if json.dumps(item, sort_keys=True) != before:
-                self._note("MODIFIED", resource, item)
+                self._note(item)
             return copy.deepcopy(item)
 
     def patch(self, resource: str, namespace: str, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,41 +200,12 @@ class Store:
                 meta["deletionGracePeriodSeconds"] = own if grace is None else grace
                 return self.update(resource, namespace, name, lambda i: i["metadata"].update(meta))
             gone = self.objects.pop((resource, "" if resource in CLUSTER_WIDE else namespace, name))
-            self._note("DELETED", resource, gone)
+            self._note(gone)
             for (kind, space, other), each in list(self.objects.items()):
                 owners = [owner["uid"] for owner in each["metadata"].get("ownerReferences", ())]
                 if gone["metadata"]["uid"] in owners and (kind, space, other) in self.objects:
                     self.delete(kind, space, other)
             return copy.deepcopy(gone)
-
-    def watch(
-        self, resource: str, namespace: str, since: int, labels: str, fields: str, timeout_s: float, bookmarks: bool
-    ) -> Iterator[dict[str, Any]]:
-        """Yield changes after *since*; 410 for a version that is too old."""
-        deadline = time.monotonic() + timeout_s
-        if since and since < self.oldest:
-            yield {"type": "ERROR", "object": ApiError(410, "Expired", "too old resource version").to_dict()}
-            return
-        while True:
-            with self.changed:
-                fresh = [
-                    (what, item)
-                    for number, what, kind, item in self.log
-                    if number > since
-                    and kind == resource
-                    and (not namespace or item["metadata"].get("namespace") == namespace)
-                    and self.fits(item, labels, fields)
-                ]
-                since = max(since, self.version)
-                left = deadline - time.monotonic()
-                if not fresh and left > 0:
-                    self.changed.wait(min(left, 1.0))
-            yield from ({"type": what, "object": item} for what, item in fresh)
-            if left <= 0:
-                if bookmarks:
-                    shell = {"kind": KINDS[resource], "metadata": {"resourceVersion": str(since)}}
-                    yield {"type": "BOOKMARK", "object": shell}
-                return
 
 
 def merge(base: dict[str, Any], patch: Mapping[str, Any]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,8 +14,6 @@ from fake_tpu_model import (
     STATE_DATA,
     ApiError,
     Initiator,
-    NodeHealth,
-    NodeState,
     QrState,
     QueuedRecord,
     copy_of,
@@ -28,7 +24,6 @@ from fake_tpu_model import (
     timestamp,
 )
 from fake_tpu_nodes import NodesOfCloud
-from google.cloud.location import locations_pb2
 from google.cloud.tpu_v2.types import cloud_tpu as t
 from google.longrunning import operations_pb2 as lro
 from google.rpc import code_pb2
@@ -87,7 +82,7 @@ class FakeTpuCloud(NodesOfCloud):
         if record.expires_at is not None and now >= record.expires_at:
             self._fail_qr(record, ApiError(code_pb2.DEADLINE_EXCEEDED, "The request expired before it could be filled"))
             return
-        if now < record.not_before or not self._has_capacity(zone, *shapes):
+        if not self._has_capacity(zone, *shapes):
             self._qr_step(record, 0.05, lambda: self._try_provision(record))
             return
         fault = self.take_fault("op:provision-qr")
@@ -117,11 +112,9 @@ class FakeTpuCloud(NodesOfCloud):
                 node_id,
                 spec,
                 shape,
-                spot=record.spot,
                 on_ready=lambda node_id=node_id: ready(node_id),  # type: ignore[misc]
                 on_fail=failed,
                 queued_resource=record.resource.name,
-                multislice=len(record.specs) > 1,
             )
             record.nodes.append(node.node.name)
 
@@ -172,19 +165,8 @@ class FakeTpuCloud(NodesOfCloud):
         for spec in request.queued_resource.tpu.node_spec:
             if spec.parent != request.parent:
                 raise invalid(f"node_spec.parent must be {request.parent!r}")
-            chips_each = self._check_node(spec.node).chips
-            if "multislice_params" in spec:
-                count = spec.multislice_params.node_count
-                if count < 2:
-                    raise invalid("multislice_params.node_count must be greater than 1")
-                prefix = spec.multislice_params.node_id_prefix or qr_id
-                ids = [f"{prefix}-{i}" for i in range(count)]
-            elif spec.node_id:
-                ids = [spec.node_id]
-            else:
-                raise invalid("one of node_id and multislice_params is required")
-            specs.extend((node_id, spec.node) for node_id in ids)
-            chips += chips_each * len(ids)
+            specs.append((spec.node_id, spec.node))
+            chips += self._check_node(spec.node).chips
         if not specs:
             raise invalid("tpu.node_spec is required")
         for node_id, _ in specs:
@@ -196,11 +178,7 @@ class FakeTpuCloud(NodesOfCloud):
         resource = copy_of(request.queued_resource)
         resource.name = name
         resource.create_time = timestamp()
-        expires_at, not_before = self._timing(request.queued_resource)
-        spot = "spot" in request.queued_resource or any(
-            n.scheduling_config.spot or n.scheduling_config.preemptible for _, n in specs
-        )
-        record = QueuedRecord(resource, request.parent, specs, spot, expires_at, not_before)
+        record = QueuedRecord(resource, request.parent, specs, self._expiry(request.queued_resource))
         self._queued[name] = record
         operation = self._new_operation(request.parent, name, "create")
         if request.request_id:
@@ -208,23 +186,12 @@ class FakeTpuCloud(NodesOfCloud):
         self._enqueue(record, accepted=lambda: self._finish(operation, copy_of(record.resource)))
         return self._snapshot(operation)
 
-    def _timing(self, resource: t.QueuedResource) -> tuple[float | None, float]:
-        now, wall = self._clock(), time.time()
+    def _expiry(self, resource: t.QueuedResource) -> float | None:
+        """When the request is given up."""
         policy = t.QueuedResource.QueueingPolicy.pb(resource.queueing_policy)
-        which = policy.WhichOneof("start_timing_constraints")
-        if which == "valid_until_duration":
-            return now + policy.valid_until_duration.ToTimedelta().total_seconds(), 0.0
-        if which == "valid_until_time":
-            return now + policy.valid_until_time.ToMicroseconds() / 1e6 - wall, 0.0
-        if which == "valid_after_duration":
-            return None, now + policy.valid_after_duration.ToTimedelta().total_seconds()
-        if which == "valid_after_time":
-            return None, now + policy.valid_after_time.ToMicroseconds() / 1e6 - wall
-        if which == "valid_interval":
-            start = policy.valid_interval.start_time.ToMicroseconds() / 1e6
-            end = policy.valid_interval.end_time.ToMicroseconds() / 1e6
-            return now + end - wall, now + start - wall
-        return None, 0.0
+        if policy.WhichOneof("start_timing_constraints") != "valid_until_duration":
+            return None
+        return self._clock() + float(policy.valid_until_duration.ToTimedelta().total_seconds())
 
     def get_queued_resource(self, request: t.GetQueuedResourceRequest) -> t.QueuedResource:
         resource: t.QueuedResource = copy_of(self._queued_resource(request.name).resource)
@@ -255,15 +222,6 @@ class FakeTpuCloud(NodesOfCloud):
         self._after(self.settings.delete_delay, delete)
         return self._snapshot(operation)
 
-    def reset_queued_resource(self, request: t.ResetQueuedResourceRequest) -> lro.Operation:
-        record = self._queued_resource(request.name)
-        if record.state not in (QrState.SUSPENDED, QrState.FAILED, QrState.ACTIVE):
-            raise precondition(f"Can not reset a queued resource in state {record.state_name}")
-        operation = self._new_operation(record.parent, request.name, "reset")
-        self._drop_qr_nodes(record)
-        self._enqueue(record, accepted=lambda: self._finish(operation, copy_of(record.resource)))
-        return self._snapshot(operation)
-
     # ----- catalogue
 
     def list_accelerator_types(self, request: t.ListAcceleratorTypesRequest) -> t.ListAcceleratorTypesResponse:
@@ -272,36 +230,11 @@ class FakeTpuCloud(NodesOfCloud):
         page, token = page_of(items, request.page_size, request.page_token)
         return t.ListAcceleratorTypesResponse(accelerator_types=page, next_page_token=token)
 
-    def get_accelerator_type(self, request: t.GetAcceleratorTypeRequest) -> t.AcceleratorType:
-        kind = request.name.rsplit("/", 1)[-1]
-        if kind not in LISTED_ACCELERATORS:
-            raise not_found(request.name)
-        return t.AcceleratorType(name=request.name, type_=kind)
-
     def list_runtime_versions(self, request: t.ListRuntimeVersionsRequest) -> t.ListRuntimeVersionsResponse:
         self._zone(request.parent)
         items = [t.RuntimeVersion(name=f"{request.parent}/runtimeVersions/{v}", version=v) for v in RUNTIME_VERSIONS]
         page, token = page_of(items, request.page_size, request.page_token)
         return t.ListRuntimeVersionsResponse(runtime_versions=page, next_page_token=token)
-
-    def get_runtime_version(self, request: t.GetRuntimeVersionRequest) -> t.RuntimeVersion:
-        version = request.name.rsplit("/", 1)[-1]
-        if version not in RUNTIME_VERSIONS:
-            raise not_found(request.name)
-        return t.RuntimeVersion(name=request.name, version=version)
-
-    def generate_service_identity(self, request: t.GenerateServiceIdentityRequest) -> t.GenerateServiceIdentityResponse:
-        self._zone(request.parent)
-        return t.GenerateServiceIdentityResponse(identity=t.ServiceIdentity(email="service-0@cloud-tpu.invalid"))
-
-    def list_locations(self, request: locations_pb2.ListLocationsRequest) -> locations_pb2.ListLocationsResponse:
-        zones = self.settings.zones or ("us-central2-b",)
-        items = [locations_pb2.Location(name=f"{request.name}/locations/{z}", location_id=z) for z in zones]
-        return locations_pb2.ListLocationsResponse(locations=items)
-
-    def get_location(self, request: locations_pb2.GetLocationRequest) -> locations_pb2.Location:
-        zone = self._zone(request.name)
-        return locations_pb2.Location(name=request.name, location_id=zone)
 
     # ----- what happens to resources without anybody asking
 
@@ -310,29 +243,10 @@ class FakeTpuCloud(NodesOfCloud):
         with self._lock:
             self._preempt(self._node(node_name))
 
-    def maintenance(self, node_name: str, *, over: bool = False) -> None:
-        """Mark a node unhealthy for maintenance, or healthy again."""
-        with self._lock:
-            node = self._node(node_name).node
-            node.health = NodeHealth.HEALTHY if over else NodeHealth.UNHEALTHY_MAINTENANCE
-            node.health_description = "" if over else "The TPU had a maintenance event."
-
     def set_guest_attribute(self, node_name: str, worker: int, path: str, value: str) -> None:
         """Publish a guest attribute such as ``hostkeys/ssh-ed25519`` for one worker."""
         with self._lock:
             self._node(node_name).guest_attributes.setdefault(int(worker), {})[path] = value
-
-    def terminate(self, node_name: str) -> None:
-        """Let a node reach the end of its life."""
-        with self._lock:
-            record = self._node(node_name)
-            record.node.state = NodeState.TERMINATED
-            self._take_down(record)
-
-    def suspend(self, queued_resource_name: str) -> None:
-        """Let the service reclaim the nodes of an active queued resource."""
-        with self._lock:
-            self._suspend(self._queued_resource(queued_resource_name), Initiator.SERVICE)
 
     def activate_without_node(self, queued_resource_name: str) -> None:
         """Let a queued resource be ACTIVE, and its node never come."""
@@ -341,17 +255,10 @@ class FakeTpuCloud(NodesOfCloud):
             record.generation += 1
             self._set_qr(record, QrState.ACTIVE)
 
-    def fail(self, queued_resource_name: str, message: str = "The request could not be completed") -> None:
-        """Move a queued resource to FAILED."""
-        with self._lock:
-            self._fail_qr(self._queued_resource(queued_resource_name), ApiError(code_pb2.INTERNAL, message))
-
     def configure(self, **changes: Any) -> None:
         """Change settings while running, for instance ``capacity_chips``."""
         with self._lock:
             self.settings = replace(self.settings, **changes)
-            if "preempt_times" in changes:
-                self.preemptions_left = self.settings.preempt_times
 
     def shutdown(self, timeout: float = 120.0) -> None:
         """Take every worker down and wait for the hooks."""
@@ -362,12 +269,9 @@ class FakeTpuCloud(NodesOfCloud):
             hook.join(timeout)
 
     def summary(self) -> dict[str, Any]:
-        """Names and states of everything, for people and for shell scripts."""
+        """Names and states of everything."""
         with self._lock:
             return {
                 "nodes": {n: r.node.state.name for n, r in self._nodes.items()},
                 "queued_resources": {n: r.state_name for n, r in self._queued.items()},
-                "operations": {n: "done" if o.done else "running" for n, o in self._operations.items()},
-                "leased_ips": sorted(self._used_ips, key=ipaddress.ip_address),
-                "calls": len(self.calls),
             }

@@ -6,18 +6,15 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from fake_tpu_model import (
-    CONFIG_FAMILIES,
-    FAMILIES,
     LABEL_KEY,
     LABEL_VALUE,
     METADATA_VALUE_LIMIT,
     PARENT_NAME,
-    RUNTIME_VERSIONS,
     ApiError,
     CallRecord,
     Fault,
@@ -31,7 +28,6 @@ from fake_tpu_model import (
     not_found,
     page_of,
     parse_accelerator,
-    precondition,
     timestamp,
 )
 from google.cloud.tpu_v2.types import cloud_tpu as t
@@ -47,26 +43,22 @@ class CloudCore:
         self,
         settings: Settings | None = None,
         *,
-        faults: Sequence[Fault] = (),
         worker_hook: WorkerHook | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = replace(settings) if settings else Settings()
-        self.faults = [replace(f) for f in faults]
+        self.faults: list[Fault] = []
         self.worker_hook = worker_hook
         self.calls: list[CallRecord] = []
-        self._clock = clock
+        self._clock = time.monotonic
         self._lock = threading.RLock()
         self._timeline: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count(1)
         self._nodes: dict[str, NodeRecord] = {}
         self._queued: dict[str, QueuedRecord] = {}
         self._operations: dict[str, lro.Operation] = {}
-        self._op_cancel: dict[str, Callable[[], None]] = {}
         self._requests: dict[tuple[str, str], str] = {}
         self._used_ips: set[str] = set()
         self._hooks: list[threading.Thread] = []
-        self.preemptions_left = self.settings.preempt_times
 
     # ----- time
 
@@ -114,7 +106,6 @@ class CloudCore:
     def _finish(self, operation: lro.Operation, response: Any = None, error: ApiError | None = None) -> None:
         if operation.done:
             return
-        self._op_cancel.pop(operation.name, None)
         meta = t.OperationMetadata()
         operation.metadata.Unpack(t.OperationMetadata.pb(meta))
         meta.end_time = timestamp()
@@ -144,65 +135,29 @@ class CloudCore:
         page, token = page_of(items, request.page_size, request.page_token)
         return lro.ListOperationsResponse(operations=page, next_page_token=token)
 
-    def delete_operation(self, request: lro.DeleteOperationRequest) -> empty_pb2.Empty:
-        if not self._operation(request.name).done:
-            raise precondition(f"Operation '{request.name}' is still running")
-        del self._operations[request.name]
-        return empty_pb2.Empty()
-
-    def cancel_operation(self, request: lro.CancelOperationRequest) -> empty_pb2.Empty:
-        operation = self._operation(request.name)
-        cancel = self._op_cancel.get(operation.name)
-        if not operation.done and cancel:
-            cancel()
-            self._finish(operation, error=ApiError(code_pb2.CANCELLED, "Operation was cancelled"))
-        return empty_pb2.Empty()
-
     # ----- validation
 
     def _zone(self, parent: str) -> str:
         match = PARENT_NAME.fullmatch(parent)
         if not match:
             raise invalid(f"Invalid parent {parent!r}, want projects/PROJECT/locations/ZONE")
-        if self.settings.zones and match[2] not in self.settings.zones:
-            raise ApiError(
-                code_pb2.PERMISSION_DENIED, f"Permission denied on 'locations/{match[2]}' (or it may not exist)"
-            )
         return match[2]
 
     def _shape(self, node: t.Node) -> Slice:
-        kind = node.accelerator_type
-        if "accelerator_config" in node:
-            if kind:
-                raise invalid("Only one of accelerator_type and accelerator_config may be set")
-            family = CONFIG_FAMILIES.get(node.accelerator_config.type_.name)
-            dims = node.accelerator_config.topology.split("x")
-            if family is None or not all(d.isdigit() and int(d) for d in dims):
-                raise invalid("Invalid accelerator_config")
-            chips = 1
-            for dim in dims:
-                chips *= int(dim)
-            kind = f"{family}-{chips * FAMILIES[family][0]}"
         try:
-            return parse_accelerator(kind or "v2-8")
+            return parse_accelerator(node.accelerator_type or "v2-8")
         except ValueError as error:
             raise invalid(f"Invalid value for accelerator type: {error}") from None
 
     def _check_node(self, node: t.Node) -> Slice:
         if not node.runtime_version:
             raise invalid("runtime_version is required")
-        if self.settings.strict_runtime and node.runtime_version not in RUNTIME_VERSIONS:
-            raise invalid(f"Runtime version {node.runtime_version!r} is not available in this zone")
-        if "network_config" in node and node.network_configs:
-            raise invalid("network_config and network_configs are mutually exclusive")
         for key, value in node.labels.items():
             if not LABEL_KEY.fullmatch(key) or not LABEL_VALUE.fullmatch(value):
                 raise invalid(f"Invalid label {key!r}: {value!r}")
         for key, value in node.metadata.items():
             if len(value.encode()) > METADATA_VALUE_LIMIT:
                 raise invalid(f"Metadata value of {key!r} exceeds {METADATA_VALUE_LIMIT} bytes")
-        if len(node.description) > 512:
-            raise invalid("description exceeds 512 characters")
         return self._shape(node)
 
     def _chips_in_use(self, zone: str) -> int:

@@ -37,7 +37,6 @@ FAMILIES: dict[str, tuple[int, int]] = {
     "v5litepod": (1, 4),
     "v6e": (1, 4),
 }
-CONFIG_FAMILIES = {"V2": "v2", "V3": "v3", "V4": "v4", "V5LITE_POD": "v5litepod", "V5P": "v5p", "V6E": "v6e"}
 LISTED_ACCELERATORS = (
     *("v2-8", "v2-32", "v3-8", "v3-32", "v4-8", "v4-16", "v4-32", "v5p-8", "v5p-16"),
     *("v5litepod-1", "v5litepod-4", "v5litepod-8", "v5litepod-16", "v5litepod-32"),
@@ -99,14 +98,12 @@ class Settings:
     delete_delay: float = 0.1
     #: SUSPENDING -> SUSPENDED
     suspend_delay: float = 0.1
-    stop_delay: float = 0.1
     #: how long after its creation a node is listed; until then only its operation shows it
     listing_delay: float = 0.0
     #: worker VMs of a node; None derives it from the accelerator type
     endpoints_per_node: int | None = None
     #: first address handed to a worker; the following ones are counted up and reused
     ip_base: str = "127.0.64.1"
-    endpoint_port: int = 8470
     external_ips: bool = False
     #: chips allowed in a zone; above it create calls answer RESOURCE_EXHAUSTED at once
     quota_chips: int | None = None
@@ -114,14 +111,6 @@ class Settings:
     capacity_chips: int | None = None
     #: worker machines that exist in all zones; those that are still being taken down are not free
     machines: int | None = None
-    #: preempt spot and preemptible nodes this long after READY
-    preempt_after: float | None = None
-    #: how many such preemptions happen before nodes are left alone
-    preempt_times: int = 1
-    #: zones that exist; empty accepts any
-    zones: Sequence[str] = ()
-    #: reject runtime versions outside RUNTIME_VERSIONS
-    strict_runtime: bool = False
 
 
 @dataclass
@@ -191,7 +180,6 @@ class WorkerEvent:
     accelerator_type: str
     worker_id: int
     ip_address: str
-    all_ips: tuple[str, ...]
     metadata: dict[str, str]
 
 
@@ -207,7 +195,6 @@ class NodeRecord:
     ips: list[str]
     on_ready: Callable[[], None]
     on_fail: Callable[[ApiError], None]
-    spot: bool = False
     hook_thread: threading.Thread | None = None
     guest_attributes: dict[int, dict[str, str]] = field(default_factory=dict)
 
@@ -217,9 +204,7 @@ class QueuedRecord:
     resource: t.QueuedResource
     parent: str
     specs: list[tuple[str, t.Node]]
-    spot: bool
     expires_at: float | None
-    not_before: float
     nodes: list[str] = field(default_factory=list)
     generation: int = 0
 
@@ -238,7 +223,6 @@ class CallRecord:
 
     method: str
     request: dict[str, Any]
-    metadata: dict[str, str]
     code: str = "OK"
 
 

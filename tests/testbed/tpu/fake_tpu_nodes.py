@@ -58,11 +58,9 @@ class NodesOfCloud(CloudCore):
         spec: t.Node,
         shape: Slice,
         *,
-        spot: bool,
         on_ready: Callable[[], None],
         on_fail: Callable[[ApiError], None],
         queued_resource: str = "",
-        multislice: bool = False,
     ) -> NodeRecord:
         node = copy_of(spec)
         node.name = f"{parent}/nodes/{node_id}"
@@ -72,9 +70,8 @@ class NodesOfCloud(CloudCore):
         node.id = next(self._serial)
         node.api_version = "V2"
         node.queued_resource = queued_resource
-        node.multislice_node = multislice
         ips = self._lease_ips(self.settings.endpoints_per_node or shape.hosts)
-        record = NodeRecord(node, shape, parent, ips, on_ready, on_fail, spot)
+        record = NodeRecord(node, shape, parent, ips, on_ready, on_fail)
         self._nodes[node.name] = record
         self._after(self.settings.provision_delay, lambda: self._bring_up(record))
         return record
@@ -83,7 +80,7 @@ class NodesOfCloud(CloudCore):
         return self._nodes.get(record.node.name) is record and record.node.state in states
 
     def _bring_up(self, record: NodeRecord) -> None:
-        if not self._alive(record, NodeState.CREATING, NodeState.STARTING):
+        if not self._alive(record, NodeState.CREATING):
             return
         fault = self.take_fault("op:create-node")
         if fault:
@@ -101,7 +98,6 @@ class NodesOfCloud(CloudCore):
                 record.shape.accelerator_type,
                 worker,
                 ip,
-                tuple(record.ips),
                 dict(record.node.metadata),
             )
             for worker, ip in enumerate(record.ips)
@@ -144,7 +140,7 @@ class NodesOfCloud(CloudCore):
             self._used_ips.difference_update(record.ips)
 
     def _ready(self, record: NodeRecord, error: ApiError | None) -> None:
-        if not self._alive(record, NodeState.CREATING, NodeState.STARTING):
+        if not self._alive(record, NodeState.CREATING):
             return
         if error:
             record.on_fail(error)
@@ -155,19 +151,12 @@ class NodesOfCloud(CloudCore):
         node.network_endpoints = [
             t.NetworkEndpoint(
                 ip_address=ip,
-                port=self.settings.endpoint_port,
+                port=8470,
                 access_config=t.AccessConfig(external_ip=ip) if self.settings.external_ips else None,
             )
             for ip in record.ips
         ]
         record.on_ready()
-        if record.spot and self.settings.preempt_after is not None:
-            self._after(self.settings.preempt_after, lambda: self._timed_preemption(record))
-
-    def _timed_preemption(self, record: NodeRecord) -> None:
-        if self.preemptions_left > 0 and self._alive(record, NodeState.READY):
-            self.preemptions_left -= 1
-            self._preempt(record)
 
     def _take_down(self, record: NodeRecord) -> None:
         """Workers are gone: run the hooks, then free the addresses."""
@@ -219,17 +208,14 @@ class NodesOfCloud(CloudCore):
             self._drop(record)
             self._finish(operation, error=error)
 
-        scheduling = request.node.scheduling_config
         record = self._begin_node(
             request.parent,
             node_id,
             request.node,
             shape,
-            spot=scheduling.spot or scheduling.preemptible,
             on_ready=lambda: self._finish(operation, copy_of(record.node)),
             on_fail=failed,
         )
-        self._op_cancel[operation.name] = lambda: self._drop(record)
         return self._snapshot(operation)
 
     def get_node(self, request: t.GetNodeRequest) -> t.Node:
@@ -272,40 +258,6 @@ class NodesOfCloud(CloudCore):
             self._finish(operation)
 
         self._after(self.settings.delete_delay, delete)
-        return self._snapshot(operation)
-
-    def stop_node(self, request: t.StopNodeRequest) -> lro.Operation:
-        record = self._node(request.name)
-        if len(record.ips) > 1:
-            raise precondition("A TPU slice with more than one worker can not be stopped")
-        if record.node.state != NodeState.READY:
-            raise precondition(f"Can not stop a node in state {record.node.state.name}")
-        operation = self._new_operation(record.parent, request.name, "stop")
-        record.node.state = NodeState.STOPPING
-
-        def stopped() -> None:
-            if self._alive(record, NodeState.STOPPING):
-                record.node.state = NodeState.STOPPED
-                record.node.network_endpoints = []
-            self._finish(operation, copy_of(record.node))
-
-        self._after(self.settings.stop_delay, stopped)
-        return self._snapshot(operation)
-
-    def start_node(self, request: t.StartNodeRequest) -> lro.Operation:
-        record = self._node(request.name)
-        if record.node.state != NodeState.STOPPED:
-            raise precondition(f"Can not start a node in state {record.node.state.name}")
-        operation = self._new_operation(record.parent, request.name, "start")
-        record.node.state = NodeState.STARTING
-
-        def failed(error: ApiError) -> None:
-            record.node.state = NodeState.STOPPED
-            self._finish(operation, error=error)
-
-        record.on_ready = lambda: self._finish(operation, copy_of(record.node))
-        record.on_fail = failed
-        self._after(self.settings.provision_delay, lambda: self._bring_up(record))
         return self._snapshot(operation)
 
     def update_node(self, request: t.UpdateNodeRequest) -> lro.Operation:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hosts_testbed import eventually
 
-from orc.launchers.errors import BackendError, BackendUnreachable
+from orc.launchers.errors import BackendUnreachable
 from orc.launchers.remote.ssh.errors import LinkLost
 from orc.launchers.remote.transport import CommandTimeout, Transport
 
@@ -92,19 +92,6 @@ def test_a_dead_link_during_a_stream_is_noticed_by_every_call(hosts: Any, reach:
             program.write(b"x")
         with pytest.raises(LinkLost):
             program.wait()
-
-
-def test_a_dead_link_while_a_stream_is_fed_is_noticed(hosts: Any, reach: Reach, later: Later) -> None:
-    transport = reach("node1", connect_timeout=5)
-
-    def feed(program: Any) -> None:
-        while True:
-            program.write(b"x" * 1_000_000)
-
-    with transport.stream(("/bin/sh", "-c", "cat >/dev/null; echo 73"), timeout_s=120) as program:
-        later(hosts.fault, "drop", "node1")
-        with pytest.raises(LinkLost):
-            feed(program)
 
 
 def test_a_file_whose_link_dies_is_whole_or_as_before(hosts: Any, reach: Reach, later: Later) -> None:
@@ -200,44 +187,6 @@ def test_a_running_session_does_not_need_the_sshd_that_took_it(
         hostname(transport)
     hosts.fault(mends, "node1")
     assert hostname(transport) == "node1"
-
-
-def test_a_host_that_loses_its_power_is_noticed_and_used_again_when_it_is_back(
-    hosts: Any, reach: Reach, hostname: Name, later: Later
-) -> None:
-    transport = reach("node1", connect_timeout=5)
-    transport.names("/")
-
-    def break_it() -> None:
-        running(hosts, "sleep 75")
-        hosts.fault("crash", "node1")
-
-    broken = later(break_it)
-    with pytest.raises(LinkLost):
-        transport.run(("sleep", "75"), timeout_s=170)
-    broken.result()
-    eventually(lambda: "node1 down" in hosts.fault("status", "node1"))
-    hosts.fault("boot", "node1")
-    assert hostname(transport) == "node1"
-
-
-def test_a_full_disk_is_named_and_the_old_file_stays(hosts: Any, reach: Reach) -> None:
-    transport = reach("node1")
-    hosts.fault("full", "node1", "256k")
-    transport.write("/home/trainer/file", b"before")
-    with pytest.raises(BackendError) as error:
-        transport.write("/home/trainer/file", b"x" * 1_000_000)
-    assert error.value.where == "node1"
-    assert error.value.what == "cannot write /home/trainer/file: No space left on device"
-    assert "the disk is full" in error.value.hint
-    assert transport.read("/home/trainer/file") == b"before"
-    assert transport.names("/home/trainer") == ["file"]
-
-
-def test_a_directory_of_somebody_else_is_named(hosts: Any, reach: Reach) -> None:
-    with pytest.raises(BackendError, match="node1: cannot write /etc/orc: Permission denied") as error:
-        reach("node1").write("/etc/orc", b"")
-    assert "check the permissions" in error.value.hint
 
 
 def test_what_a_killed_laptop_had_started_is_ended(hosts: Any) -> None:

@@ -31,21 +31,9 @@ def came_from(transport: Transport) -> str:
     return transport.run(("printenv", "SSH_CLIENT"), timeout_s=20).stdout.split()[0]
 
 
-def test_a_host_is_reached_directly(hosts: Any, reach: Reach, hostname: Name) -> None:
-    transport = reach("node1")
-    assert hostname(transport) == "node1"
-    assert came_from(transport) == hosts.laptop
-
-
 def test_the_name_in_the_configuration_may_be_anything(hosts: Any, reach: Reach, hostname: Name) -> None:
     config = f"Host gpu\n HostName {hosts.address('node2')}\n User trainer\n IdentityFile {hosts.identity}\n"
     assert hostname(reach("gpu", f"{config} UserKnownHostsFile {hosts.known_hosts}\n")) == "node2"
-
-
-def test_a_host_is_reached_through_a_jump_host(hosts: Any, reach: Reach, hostname: Name) -> None:
-    transport = reach("node1", "Host node1\n ProxyJump node2\n")
-    assert hostname(transport) == "node1"
-    assert came_from(transport) == hosts.address("node2")
 
 
 def test_a_host_is_reached_through_several_jump_hosts(hosts: Any, reach: Reach, hostname: Name) -> None:
@@ -192,16 +180,6 @@ def test_a_host_that_was_never_seen_is_remembered_when_that_is_wanted(
         reach("node1", config, host_keys="accept-new").names("/")
 
 
-def test_all_hosts_of_a_cluster_are_remembered_at_once(hosts: Any, tmp_path: Path, hostname: Name) -> None:
-    file = tmp_path / "config"
-    file.write_text(known(tmp_path, "") + hosts.ssh_config.read_text())
-    transports = open_transports(hosts.cluster(ssh_config=str(file), host_keys="accept-new"))
-    assert each(transports, hostname) == {name: name for name in hosts.names}
-    for transport in transports.values():
-        transport.close()
-    assert len((tmp_path / "known").read_text().splitlines()) == len(hosts.names)
-
-
 @pytest.mark.parametrize("host_keys", ["strict", "accept-new"])
 def test_a_changed_host_key_is_refused(hosts: Any, reach: Reach, host_keys: str) -> None:
     hosts.fault("rekey", "node1")
@@ -247,12 +225,6 @@ def test_a_host_that_swallows_everything_is_given_up(hosts: Any, reach: Reach) -
     hosts.fault("drop", "node1")
     with pytest.raises(BackendUnreachable, match="it did not answer within 1 s"):
         reach("node1", connect_timeout=1).names("/")
-
-
-def test_a_host_without_power_is_given_up(hosts: Any, reach: Reach) -> None:
-    hosts.fault("crash", "node1")
-    with pytest.raises(BackendUnreachable, match=r"No route to host|did not answer"):
-        reach("node1", connect_timeout=6).names("/")
 
 
 def test_an_sshd_that_hangs_is_given_up(hosts: Any, reach: Reach) -> None:
@@ -414,22 +386,3 @@ def test_ctrl_c_ends_the_command_there(hosts: Any, reach: Reach, hostname: Name)
         transport.run(("sleep", "61"), timeout_s=60)
     eventually(lambda: not sleeps())
     assert hostname(transport) == "node1"
-
-
-def test_hosts_do_not_wait_for_each_other(hosts: Any, hostname: Name) -> None:
-    hosts.fault("drop", "node2")
-    transports = open_transports(hosts.cluster(connect_timeout=10))
-    answered: list[str] = []
-
-    def ask(transport: Transport) -> str:
-        try:
-            return hostname(transport)
-        finally:
-            answered.append(transport.name)
-
-    found = each(transports, ask)
-    assert answered[-1] == "node2"
-    assert isinstance(found.pop("node2"), LaunchError)
-    assert found == {name: name for name in hosts.names if name != "node2"}
-    for transport in transports.values():
-        transport.close()

@@ -101,15 +101,6 @@ def test_a_log_is_as_high_as_its_lines_up_to_a_bound_and_absent_without_any(serv
     expect(log).to_be_hidden()
 
 
-def test_a_job_that_waits_has_no_empty_sections(service, visit, trained):
-    before = service.submit("import time; time.sleep(600)")
-    page = visit(f"/jobs/{service.submit('pass', depends_on=[before.id]).id}")
-    expect(page.locator("#events li").first).to_contain_text(f"queued: waiting for the end of {before.id}")
-    sections = page.get_by_role("main").locator("section.card:visible, details.card:visible")
-    names = ["Why it does not run yet", "Timeline", "Rendered plan", "Specification", "About", "Related jobs"]
-    expect(sections.locator("h2, summary")).to_have_text(names)
-
-
 def test_facts_are_called_by_the_words_of_the_cluster(visit, trained):
     facts = visit(f"/jobs/{trained.id}").locator("#facts")
     expect(facts.locator("dt")).to_have_text(
