@@ -67,9 +67,11 @@ def merge(flags: Mapping[str, Any], file: Mapping[str, Any], env: Mapping[str, s
         option = OPTIONS[name]
         if option.effect in ("refused", "job") and not option.says_nothing(value):
             _refuse(option, where if name not in given else "")
-    _check_fp8(found, given, env)
-    _check_megatron(found, given, env)
-    return Values(found, frozenset(given))
+    values = Values(found, frozenset(given))
+    precision = _precision(found, given, env)
+    _check_fp8(values, precision)
+    _check_megatron(values, precision)
+    return values
 
 
 def trains_with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> bool:
@@ -115,31 +117,29 @@ def _precision(found: Mapping[str, Any], given: Mapping[str, Any], env: Mapping[
     return str(chosen or "no").lower()
 
 
-def _check_fp8(found: Mapping[str, Any], given: Mapping[str, Any], env: Mapping[str, str]) -> None:
-    settings = {name: value for name, value in found.items() if OPTIONS[name].group == "fp8"}
-    if _precision(found, given, env) != "fp8":
+def _check_fp8(values: Values, precision: str) -> None:
+    settings = values.of_group("fp8")
+    if precision != "fp8":
         if settings:
             flag = next(iter(settings)).replace("_", "-")
             raise LaunchError(f"--{flag} has no effect without --mixed-precision fp8")
         return
     try:
-        fp8_settings.check_with(
-            fp8_settings.normalise(settings), cpu=bool(found.get("cpu")), deepspeed=bool(found.get("use_deepspeed"))
-        )
+        own = fp8_settings.normalise(settings)
+        fp8_settings.check_with(own, cpu=values.on("cpu"), deepspeed=values.on("use_deepspeed"))
     except ValueError as error:
         raise LaunchError(str(error)) from None
 
 
-def _check_megatron(found: Mapping[str, Any], given: Mapping[str, Any], env: Mapping[str, str]) -> None:
-    if not found.get("use_megatron_lm"):
+def _check_megatron(values: Values, precision: str) -> None:
+    if not values.on("use_megatron_lm"):
         return
-    settings = {name: value for name, value in found.items() if OPTIONS[name].group == "megatron"}
-    total, machines = found.get("num_processes"), found.get("num_machines") or 1
+    total, machines = values.get("num_processes"), values.get("num_machines") or 1
     try:
         megatron_keys.check_with(
-            settings,
-            precision=_precision(found, given, env),
-            accumulation=int(found.get("gradient_accumulation_steps") or 1),
+            values.of_group("megatron"),
+            precision=precision,
+            accumulation=int(values.get("gradient_accumulation_steps") or 1),
             processes=total if isinstance(total, int) and machines == 1 else None,
         )
     except ValueError as error:

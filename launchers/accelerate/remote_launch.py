@@ -11,12 +11,13 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.accelerate.config_file import AccelerateConfig, Given
 from orc.launchers.accelerate.keys import OPTIONS
-from orc.launchers.accelerate.merge import Values
+from orc.launchers.accelerate.merge import Values, pairs
 from orc.launchers.errors import LaunchError
 from orc.launchers.spec.source import Document
 
@@ -52,17 +53,19 @@ def place_of(values: Mapping[str, Any], deepspeed: bool) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
 class JobOfLaunch:
     """Job that a launch becomes: its data, that of its cluster, the notes about the rest, and its directory."""
 
-    def __init__(
-        self, job: Mapping[str, Any], cluster: Mapping[str, Any], notes: Sequence[Note], directory: Path
-    ) -> None:
-        self.name = str(job["cluster"])
-        self.job = job
-        self.cluster = cluster
-        self.notes = notes
-        self.directory = directory
+    job: Mapping[str, Any]
+    cluster: Mapping[str, Any]
+    notes: Sequence[Note]
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """Return the name of its cluster."""
+        return str(self.job["cluster"])
 
 
 def job_of(
@@ -128,7 +131,7 @@ def _program(job: dict[str, Any], request: LocalLaunch, values: Values) -> Path:
     """Put the program into *job*; return the directory that travels with it."""
     here = Path.cwd()
     first, *arguments = request.program
-    env = {**job.get("env", {}), **_pairs(values)}
+    env = {**job.get("env", {}), **pairs(values.get("env", ()))}
     if env:
         job["env"] = _literal(env)
     if request.no_python:
@@ -144,12 +147,6 @@ def _program(job: dict[str, Any], request: LocalLaunch, values: Values) -> Path:
     directory = here if script.is_relative_to(here) else script.parent
     job["script"] = str(script.relative_to(directory))
     return directory
-
-
-def _pairs(values: Values) -> dict[str, str]:
-    from orc.launchers.accelerate.merge import pairs
-
-    return pairs(values.get("env", ()))
 
 
 def _literal(value: Any) -> Any:

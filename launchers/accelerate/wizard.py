@@ -36,10 +36,6 @@ class Asker(Protocol):
         """Return the parsed text, or *default* for an empty one; repeat the question where *parse* raises."""
         ...
 
-    def say(self, text: str) -> None:
-        """Show a remark."""
-        ...
-
 
 def interview(ask: Asker) -> Answers:
     """Return the configuration, by its documented keys, that the answers make."""

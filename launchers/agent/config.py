@@ -44,7 +44,6 @@ class AgentConfig:
     python: str | None = None  # the interpreter of the ranks; that of the agent
     environment: dict[str, Any] | None = None
     network: dict[str, str] | None = None
-    rendezvous: dict[str, Any] | None = None
     core_dumps: bool = False
     grace_s: float = 0.0
     deadline_s: float | None = None

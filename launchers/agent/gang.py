@@ -21,7 +21,7 @@ from orc.launchers.agent.processes import become_subreaper, decode_wait_status, 
 from orc.launchers.agent.procfs import holder_runs, identity
 from orc.launchers.agent.records import create_json, read_json, remove
 from orc.launchers.agent.signals import ENDING, next_signal, signal_process, take_signals
-from orc.launchers.agent.state import FAILURE_GRACE_S
+from orc.launchers.agent.state import FAILURE_GRACE_S, StopRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -232,18 +232,5 @@ class Gang:
         """An agent was killed: what it had started must not run on, and the others need not wait for a time-out."""
         log_stderr(f"the agent of node {node} {how}")
         kill_attempt(self.attempt_dir, node)
-        create_json(
-            os.path.join(self.attempt_dir, "stop-r0.json"),
-            {
-                "node": node,
-                "host": os.uname().nodename,
-                "outcome": "node_failure",
-                "reason": f"the agent of node {node} {how}",
-                "forward": True,
-                "grace_s": FAILURE_GRACE_S,
-                "exit_status": 1,
-                "first_failure": None,
-                "lost_node": node,
-                "at": time.time(),
-            },
-        )
+        stop = StopRequest("node_failure", f"the agent of node {node} {how}", FAILURE_GRACE_S, lost_node=node)
+        create_json(os.path.join(self.attempt_dir, "stop-r0.json"), stop.record(node, os.uname().nodename))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 
+from orc.launchers.agent.gpus import nvidia_smi
 from orc.launchers.agent.records import read_json
 
 TYPE_CHECKING = False
@@ -132,19 +133,9 @@ def list_gpus(path: str) -> list[tuple[str, str, str, int | None]]:
     """Return PCI address, index and UUID of the GPUs, and how many errors of memory their driver has counted, as the
     nvidia-smi on *path* has it; none without that program. Raises `OSError` where it fails.
     """
-    places = (os.path.join(place, "nvidia-smi") for place in path.split(os.pathsep))
-    program = next((place for place in places if os.path.isfile(place) and os.access(place, os.X_OK)), None)
-    if program is None:
-        return []
-    import subprocess
-
-    try:
-        argv = [program, _COUNTERS, "--format=csv,noheader,nounits"]
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_S)
-    except subprocess.TimeoutExpired as error:
-        raise OSError(str(error)) from None
     found = []
-    for line in done.stdout.decode("utf-8", "replace").splitlines():
+    text, _ = nvidia_smi(path, ANSWER_S, _COUNTERS, "--format=csv,noheader,nounits") or ("", "")
+    for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
         if len(words) == 4:
             pci, index, uuid, count = words

@@ -60,22 +60,33 @@ def own_part(env: Mapping[str, str], local_rank: int, nproc: int) -> dict[str, s
     return {"CUDA_VISIBLE_DEVICES": shown[local_rank]}
 
 
-def _listing(path: str) -> str | None:
-    """Return what ``nvidia-smi -L`` prints; `None` without that program."""
-    places = (os.path.join(place, "nvidia-smi") for place in path.split(os.pathsep))
-    program = next((place for place in places if os.path.isfile(place) and os.access(place, os.X_OK)), None)
-    if program is None:
-        return None
+def nvidia_smi(path: str, limit_s: float, *arguments: str) -> tuple[str, str] | None:
+    """Return what the nvidia-smi on *path* prints, and why it failed: one line, empty where it did not.
+
+    `None` without that program. Raises `OSError` where it cannot be started, or does not end within *limit_s*.
+    """
+    import shutil
     import subprocess
 
+    if (program := shutil.which("nvidia-smi", path=path)) is None:
+        return None
     try:
-        done = subprocess.run([program, "-L"], stdin=subprocess.DEVNULL, capture_output=True, timeout=LIST_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchFailure(f"nvidia-smi -L: {error}") from None
-    text = done.stdout.decode("utf-8", "replace")
-    if done.returncode:
-        said = (done.stderr.decode("utf-8", "replace").strip() or text.strip()).splitlines()
-        raise LaunchFailure(f"nvidia-smi -L: {said[-1] if said else f'exit status {done.returncode}'}")
+        done = subprocess.run([program, *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(str(error)) from None
+    text, said = (stream.decode("utf-8", "replace").strip() for stream in (done.stdout, done.stderr))
+    reasons = (said or text or f"exit status {done.returncode}").splitlines()
+    return text, reasons[-1] if done.returncode else ""
+
+
+def _listing(path: str) -> str | None:
+    """Return what ``nvidia-smi -L`` prints; `None` without that program."""
+    try:
+        text, fault = nvidia_smi(path, LIST_S, "-L") or (None, "")
+    except OSError as error:
+        fault = str(error)
+    if fault:
+        raise LaunchFailure(f"nvidia-smi -L: {fault}")
     return text
 
 

@@ -78,9 +78,8 @@ def address(node: NodeState, leases: Sequence[dict[str, Any]]) -> str:
     """Return the address of node 0 for the nodes that hold *leases*."""
     if node.listening:
         return node.listening[1]
-    given = (node.config.rendezvous or {}).get("addr") or node.master_host
-    if given:
-        return str(given)
+    if node.master_host:
+        return node.master_host
     if node.link and (reached := node.link.state().get("address")):
         return str(reached)
     here = (node.me["boot_id"], node.me["net"])

@@ -228,11 +228,9 @@ def parse(text: str) -> list[dict[str, Any]]:
 
 def find_py_spy() -> str | None:
     """Return the path of py-spy, where it is installed."""
-    for directory in os.environ.get("PATH", os.defpath).split(os.pathsep):
-        path = os.path.join(directory, "py-spy")
-        if os.access(path, os.X_OK):
-            return path
-    return None
+    import shutil
+
+    return shutil.which("py-spy")
 
 
 def py_spy_stacks(spy: str, pid: int) -> tuple[list[dict[str, Any]], str]:

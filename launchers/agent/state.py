@@ -46,6 +46,12 @@ class StopRequest:
         self.lost_node = lost_node  # which one, where that is known
         self.announced = announced  # learned from another node, so it need not be told
 
+    def record(self, node: int, host: str) -> dict[str, Any]:
+        """Return the announcement of this stop by an agent."""
+        told = {"outcome": self.outcome, "reason": self.reason, "forward": self.forward, "grace_s": self.grace_s}
+        why = {"exit_status": self.exit_status, "first_failure": self.failure, "lost_node": self.lost_node}
+        return {"node": node, "host": host, **told, **why, "at": time.time()}
+
 
 POLL_S = 0.25  # how often the records of others are looked at
 ATTENTIVE = 256  # nodes that are looked at so often
@@ -163,21 +169,7 @@ class NodeState:
         """
         path = os.path.join(self.attempt_dir, f"stop-r{self.restart}.json")
         try:
-            create_json(
-                path,
-                {
-                    "node": self.node,
-                    "host": self.me["host"],
-                    "outcome": stop.outcome,
-                    "reason": stop.reason,
-                    "forward": stop.forward,
-                    "grace_s": stop.grace_s,
-                    "exit_status": stop.exit_status,
-                    "first_failure": stop.failure,
-                    "lost_node": stop.lost_node,
-                    "at": time.time(),
-                },
-            )
+            create_json(path, stop.record(self.node, self.me["host"]))
         except OSError as error:
             self.log(f"cannot write {path}: {error}")
             remove(os.path.join(self.dir, ".reserve"))  # the exit record can do with less

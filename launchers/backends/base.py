@@ -9,11 +9,12 @@ import abc
 import enum
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from orc.launchers.attempts.records import AttemptExit
 from orc.launchers.attempts.records import Cause as Cause
 from orc.launchers.attempts.records import LogChunk as LogChunk
 from orc.launchers.attempts.records import LogSelector as LogSelector
@@ -33,7 +34,6 @@ from orc.launchers.snapshot.manifest import Snapshot as Snapshot
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from orc.launchers.attempts.records import AttemptExit
     from orc.launchers.remote.transport import Transport
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.spec import JobSpec, LoadedJob
@@ -129,6 +129,18 @@ class Observation:
     failed_hosts: tuple[str, ...] = ()
     progress: Mapping[str, Any] = field(default_factory=dict)  # {"step": 120, "epoch": 3, ...} if the runtime tells
     due: bool = False  # of a backend that is `SupportsProvisioning`: there is a step for `advance` to take
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON takes."""
+        return asdict(self) | {"exit": self.exit.to_dict() if self.exit else None, "progress": dict(self.progress)}
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> Observation:
+        """Return the observation that `to_dict` has described."""
+        own = {"phase": Phase(told["phase"]), "cause": Cause(told["cause"]) if told["cause"] else None}
+        ended = AttemptExit.from_dict(told["exit"]) if told["exit"] else None
+        hosts = {name: tuple(told[name]) for name in ("hosts", "failed_hosts")}
+        return cls(**{**told, **own, **hosts, "exit": ended})
 
 
 class AttemptFiles(abc.ABC):

@@ -6,11 +6,12 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from orc.launchers.attempts.reader import read_attempts
-from orc.launchers.backends.base import Cause, Observation, Phase, cancel_request
+from orc.launchers.backends.base import Observation, cancel_request
 
 if TYPE_CHECKING:
     from orc.launchers.attempts.reader import AttemptRecords
@@ -45,17 +46,12 @@ def ask_to_end(transport: Transport, home: str, grace: timedelta) -> None:
 
 def write_end(transport: Transport, home: str, seen: Observation) -> None:
     """Note how an attempt has ended, before what makes it visible is removed."""
-    told = {"phase": seen.phase, "cause": seen.cause, "reason": seen.reason, "at": time.time()}
+    told = replace(seen, ended_at=time.time()).to_dict()
     transport.write(f"{home}/{ENDED}", json.dumps(told).encode(), mode=0o600)
 
 
 def read_ends(files: Iterable[tuple[Transport, str]]) -> dict[str, Observation]:
     """Return what `write_end` has noted, by the attempts' directories."""
-    found = {}
     wanted = ((transport, f"{home}/{ENDED}") for transport, home in files)
-    for path, data in _ask_all(wanted, lambda transport, paths: transport.read_many(paths)).items():
-        told = json.loads(data)
-        cause = Cause(told["cause"]) if told["cause"] else None
-        seen = Observation(Phase(told["phase"]), cause, told["reason"], ended_at=told["at"])
-        found[path.removesuffix(f"/{ENDED}")] = seen
-    return found
+    found = _ask_all(wanted, lambda transport, paths: transport.read_many(paths))
+    return {path.removesuffix(f"/{ENDED}"): Observation.from_dict(json.loads(data)) for path, data in found.items()}

@@ -89,31 +89,21 @@ class NodeCommand:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON-able form in ``agent.json``; what has its usual value is left out."""
-        found: dict[str, Any] = {
-            "spawn": self.spawn,
-            "launcher": list(self.launcher),
-            "program": list(self.program),
-            "env": dict(self.env),
+        told = {"spawn": self.spawn, "launcher": list(self.launcher), "program": list(self.program)}
+        more = {
+            "primary": self.primary,
+            "remote_shell": self.remote_shell,
+            "services": [service.to_dict() for service in self.services],
+            "ready": list(self.ready),
+            "hostfiles": dict(self.hostfiles),
+            "host_env": dict(self.host_env),
+            "rank_env": {name: list(texts) for name, texts in self.rank_env.items()},
+            "settle_s": self.settle_s,
+            "elastic": self.elastic,
         }
-        if self.primary != "each":
-            found["primary"] = self.primary
-        if self.remote_shell:
-            found["remote_shell"] = True
-        if self.services:
-            found["services"] = [service.to_dict() for service in self.services]
-        if self.ready:
-            found["ready"] = list(self.ready)
-        if self.hostfiles:
-            found["hostfiles"] = dict(self.hostfiles)
-        if self.host_env:
-            found["host_env"] = dict(self.host_env)
-        if self.rank_env:
-            found["rank_env"] = {name: list(texts) for name, texts in self.rank_env.items()}
-        if self.settle_s != SETTLE_S:
-            found["settle_s"] = self.settle_s
-        if self.elastic:
-            found["elastic"] = True
-        return found
+        usual = NodeCommand("ranks", ())
+        own = {name: value for name, value in more.items() if getattr(self, name) != getattr(usual, name)}
+        return {**told, "env": dict(self.env), **own}
 
 
 class Command(Protocol):

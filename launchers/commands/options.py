@@ -3,27 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-Kind = Literal["text", "number", "whole", "flag", "mapping", "words"]
-
-_EXPECTED: Mapping[Kind, str] = {
-    "text": "text",
-    "number": "a number",
-    "whole": "a whole number",
-    "flag": "true or false",
-    "mapping": "a mapping",
-    "words": "a list of words",
-}
-_TYPES: Mapping[Kind, tuple[type, ...]] = {  # exactly these: a bool is an int elsewhere
-    "text": (str,),
-    "number": (int, float),
-    "whole": (int,),
-    "flag": (bool,),
-    "mapping": (dict,),
-    "words": (list, tuple),
-}
 _SCALARS = (str, int, float)
 
 
@@ -31,41 +13,42 @@ _SCALARS = (str, int, float)
 class Option:
     """Type of one option. *choices* are for texts, *minimum* is for numbers."""
 
-    kind: Kind
+    expected: str  # in words
+    types: tuple[type, ...]  # exactly these: a bool is an int elsewhere
     choices: tuple[str, ...] = ()
     minimum: float | None = None
 
     def problem(self, value: Any) -> str | None:
         """Return the problem of *value*, or `None`."""
-        if type(value) not in _TYPES[self.kind]:
-            return f"expected {_EXPECTED[self.kind]}"
+        if type(value) not in self.types:
+            return f"expected {self.expected}"
         if self.choices and value not in self.choices:
             return f"expected one of {', '.join(self.choices)}{_did_you_mean(value, self.choices)}"
         if self.minimum is not None and value < self.minimum:
             return f"expected at least {self.minimum:g}"
-        inner = value.values() if self.kind == "mapping" else value if self.kind == "words" else ()
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         if any(not isinstance(item, _SCALARS) for item in inner):
-            return f"expected {_EXPECTED[self.kind]} with plain values"
-        if self.kind == "text" and (not value.strip() or "\n" in value or "\0" in value):
+            return f"expected {self.expected} with plain values"
+        if isinstance(value, str) and (not value.strip() or "\n" in value or "\0" in value):
             return "expected one line of text"
         return None
 
 
-TEXT = Option("text")
-NUMBER = Option("number", minimum=0)
-FLAG = Option("flag")
-MAPPING = Option("mapping")
-WORDS = Option("words")
+TEXT = Option("text", (str,))
+NUMBER = Option("a number", (int, float), minimum=0)
+FLAG = Option("true or false", (bool,))
+MAPPING = Option("a mapping", (dict,))
+WORDS = Option("a list of words", (list, tuple))
 
 
 def whole(minimum: int) -> Option:
     """A whole number from *minimum* on."""
-    return Option("whole", minimum=minimum)
+    return Option("a whole number", (int,), minimum=minimum)
 
 
 def one_of(*choices: str) -> Option:
     """Return the type of an option that is one of some texts."""
-    return Option("text", choices=choices)
+    return replace(TEXT, choices=choices)
 
 
 class Refusal(str):

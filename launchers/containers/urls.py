@@ -6,7 +6,6 @@ Credentials, region and endpoint come from where the library takes them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,8 +16,6 @@ from orc.launchers.containers.objects import ObjectStore
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.remote.transport import Transport
 from orc.runtime.checkpoint.storage import s3
-
-_SIDE_BY_SIDE = 16
 
 
 @contextmanager
@@ -47,16 +44,6 @@ class UrlObjects(ObjectStore):
             system, path = open_url(s3, uri)
             return bytes(system.cat_file(path, start=offset, end=None if limit is None else offset + limit))
         return None
-
-    def get_many(self, uris: Sequence[str], limit: int) -> dict[str, bytes]:
-        """See `ObjectStore.get_many`; they are fetched side by side."""
-        if not uris:
-            return {}
-        with _errors(uris[0]):
-            open_url(s3, uris[0])  # its client is made once, not in every thread
-        with ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(uris))) as pool:
-            found = zip(uris, pool.map(lambda uri: self.get(uri, 0, limit + 1), uris), strict=True)
-            return {uri: data for uri, data in found if data is not None and len(data) <= limit}
 
     def put(self, uri: str, data: bytes | Path) -> None:
         """See `ObjectStore.put`."""

@@ -28,14 +28,12 @@ from orc.launchers.agent.errors import LaunchFailure
 from orc.launchers.agent.procfs import process_stat
 from orc.launchers.agent.records import remove, write_json
 from orc.launchers.environments import container, copied, requirements
+from orc.launchers.environments.requirements import EnvironmentBuildError, file_digest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
-
-EnvironmentBuildError = requirements.EnvironmentBuildError
-file_digest = requirements.file_digest
 
 FORMAT = 1
 TAIL_LINES = 25
@@ -267,10 +265,13 @@ def prepare_venv(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
         argv = [*pip, "install", "--progress-bar", "off", *options, "-r", listed]
         run(argv, what=f"installing {spec['requirements']}", env=env, cwd=code)
 
-    directory = built(
-        str(config["root"]), digest, build, lambda d: os.access(os.path.join(d, "bin", "python"), os.X_OK)
-    )
+    directory = built(str(config["root"]), digest, build, has_python)
     return answer_of(directory, {"VIRTUAL_ENV": directory})
+
+
+def has_python(directory: str) -> bool:
+    """Return whether an environment has an interpreter."""
+    return os.access(os.path.join(directory, "bin", "python"), os.X_OK)
 
 
 def answer_of(directory: str, env: Mapping[str, str]) -> dict[str, Any]:
@@ -317,7 +318,7 @@ def prepare_conda(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         def build(directory: str) -> None:
             argv = conda_argv(program, directory, file)
             run(argv, what=f"making the conda environment of {spec['file']}", env=clean_environment())
-            if not os.access(os.path.join(directory, "bin", "python"), os.X_OK):
+            if not has_python(directory):
                 raise EnvironmentBuildError(
                     f"the conda environment of {spec['file']} has no Python; add python to its dependencies"
                 )
@@ -338,9 +339,7 @@ def prepare_conda(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
                 raise EnvironmentBuildError(f"{spec['archive']} is not an archive of conda-pack: it has no {name}")
             run([python, unpack], what="conda-unpack", env={**clean_environment(), "CONDA_PREFIX": directory})
 
-    directory = built(
-        str(config["root"]), digest, build, lambda d: os.access(os.path.join(d, "bin", "python"), os.X_OK)
-    )
+    directory = built(str(config["root"]), digest, build, has_python)
     return answer_of(directory, {"CONDA_PREFIX": directory})
 
 

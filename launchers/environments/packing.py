@@ -23,7 +23,7 @@ from orc.launchers.errors import BundleError
 from orc.launchers.snapshot.hashing import StatCache
 from orc.launchers.snapshot.listing import IgnoreRules, decode, encode, pattern_of, patterns_of
 from orc.launchers.snapshot.manifest import EXECUTABLE, FILE, Bundle, Entry, follow
-from orc.launchers.snapshot.scan import SourceTree
+from orc.launchers.snapshot.scan import SourceTree, cache_file
 from orc.launchers.strict_modes import make_private
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def find_venv(given: str | None, base_dir: Path) -> Path:
 def pack_file(workdir: Path, path: str, *, cache: Path | None = None) -> SourceTree:
     """Return one file of the working directory, ignored or not."""
     full = os.fsencode(workdir / path)
-    with StatCache(_cache_file(cache, full)) as hashes:
+    with StatCache(cache_file(cache, b"environment " + full)) as hashes:
         try:
             digest, status = hashes.digest(path, full, os.stat(full))
         except OSError as error:
@@ -94,7 +94,7 @@ def pack_venv(venv: Path, exclude: Sequence[str] = (), *, cache: Path | None = N
     facts = _facts(venv)
     entries: list[Entry] = []
     sources: dict[str, bytes] = {}
-    with StatCache(_cache_file(cache, root)) as hashes:
+    with StatCache(cache_file(cache, b"environment " + root)) as hashes:
         for path, full in _files(root, rules):
             try:
                 status = os.lstat(full)
@@ -235,7 +235,3 @@ def _refuse_foreign_path(venv: Path, path: str, full: bytes) -> None:
                 where=str(venv / path),
                 hint=f"Install that package without -e; or leave it out: environment.copy.exclude: [{path}].",
             )
-
-
-def _cache_file(cache: Path | None, root: bytes) -> Path | None:
-    return cache / f"{hashlib.sha256(b'environment ' + root).hexdigest()[:32]}.json" if cache is not None else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orc.launchers.accelerate.merge import Values, variables
-from orc.launchers.agent.gpus import amd_gpu_count
+from orc.launchers.agent.gpus import amd_gpu_count, nvidia_smi
 from orc.launchers.errors import LaunchError
 from orc.launchers.foreground.launch import LocalLaunch
 from orc.launchers.foreground.tee import Streams
@@ -49,16 +48,11 @@ def _before_the_first_invalid(text: str) -> list[str]:
 
 
 def _by_nvidia_smi(env: Mapping[str, str]) -> int:
-    program = shutil.which("nvidia-smi", path=env.get("PATH"))
-    if program is None:
-        return 0
-    import subprocess
-
     try:
-        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, env=dict(env), check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        text, fault = nvidia_smi(env.get("PATH") or os.defpath, 20.0, "-L") or ("", "")
+    except OSError:
         return 0
-    return sum(1 for line in listed.stdout.splitlines() if line.startswith("GPU ")) if listed.returncode == 0 else 0
+    return 0 if fault else sum(line.startswith("GPU ") for line in text.splitlines())
 
 
 @dataclass

@@ -117,6 +117,15 @@ class LocalLaunch:
             raise LaunchError(f"no such script: {first}", where=_current_directory(), hint=hint)
         return [self.python, *self.python_flags, *self.program]
 
+    def make_log_dir(self) -> None:
+        """Make the directory of the logs, if there are to be some. Raises `LaunchError`."""
+        try:
+            if self.log_dir is not None:
+                self.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            where = str(error.filename)
+            raise LaunchError(f"the log directory cannot be made: {error.strerror}", where=where) from None
+
 
 def interpreter_flags(argv: Sequence[str]) -> tuple[str, ...]:
     """Return the flags that Python itself was given in the command line *argv* of ``python FLAGS -m orc.launch``."""
@@ -156,13 +165,7 @@ def launch(request: LocalLaunch) -> int:
         raise LaunchError(f"-n {request.nprocs}: at least one process is needed")
     argv = request.argv()
     env = environment(request)
-    if request.log_dir is not None:
-        try:
-            request.log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(
-                f"the log directory cannot be made: {error.strerror}", where=str(error.filename)
-            ) from None
+    request.make_log_dir()
     become_subreaper()
     take_signals()
     try:

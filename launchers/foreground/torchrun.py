@@ -84,12 +84,7 @@ def start(request: LocalLaunch, values: Values) -> NoReturn:
     # The ranks' own store: the one of the rendezvous remembers ranks that died, which costs a failed round.
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(request.grace_s))
-    if request.log_dir is not None:
-        try:
-            request.log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            where = str(request.log_dir)
-            raise LaunchError(f"the log directory cannot be made: {error.strerror}", where=where) from None
+    request.make_log_dir()
     try:
         os.execvpe(words[0], words, env)  # noqa: S606 — no shell
     except OSError as error:

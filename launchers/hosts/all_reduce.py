@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PROBE = Program("hosts.all_reduce_probe", ("agent.network", "agent.errors", "hosts.promised_speed"))
 TIMEOUT_S = 120.0
+_FAILED = "the all-reduce probe failed"
 # Of the median: a host below is named.
 SLOW_NETWORK, SLOW_COMPUTE = 0.5, 0.4
 # Of what the hardware promises: less is no matter of protocols, which take up to half.
@@ -55,11 +56,11 @@ def run_all_reduce(
         return pythons.get(names[rank]) or "python3"
 
     with transports[names[0]].stream_program(PROBE, arguments(0), python=python(0), timeout_s=TIMEOUT_S) as first:
-        place = _line(first, names[0])
+        place = read_line(first, names[0], _FAILED)
 
         def follow(rank: int) -> dict[str, Any]:
             if rank == 0:
-                return dict(json.loads(_line(first, names[0])))
+                return dict(json.loads(read_line(first, names[0], _FAILED)))
             done = transports[names[rank]].run_program(
                 PROBE, arguments(rank), python=python(rank), timeout_s=TIMEOUT_S, stdin=place + b"\n"
             )
@@ -74,7 +75,7 @@ def run_all_reduce(
         name, error = min(
             failures.items(), key=lambda item: "imed out" in item[1].what or "losed by peer" in item[1].what
         )
-        raise BackendError(f"the all-reduce probe failed: {error.what}", where=name, hint=error.hint)
+        raise BackendError(f"{_FAILED}: {error.what}", where=name, hint=error.hint)
     results = {name: answer for name, answer in answers.items() if not isinstance(answer, LaunchError)}
     return [
         HostSpeed(
@@ -138,13 +139,17 @@ def find_slow_hosts(speeds: Sequence[HostSpeed]) -> list[Finding]:
     return found
 
 
-def _line(process: Process, name: str) -> bytes:
+def read_line(process: Process, name: str, failed: str) -> bytes:
+    """Return the next line that the program on a host prints.
+
+    Raises `BackendError` that begins with *failed* where it ends before, `BackendUnreachable`.
+    """
     received = b""
     while not received.endswith(b"\n"):
         piece = process.read(65536)
         if not piece:
             done = process.wait()
-            raise BackendError(f"the all-reduce probe failed: {_last(done.stderr, done.status)}", where=name)
+            raise BackendError(f"{failed}: {_last(done.stderr, done.status)}", where=name)
         received += piece
     return received.strip().splitlines()[-1]
 

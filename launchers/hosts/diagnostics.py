@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
+from orc.launchers.errors import BackendUnreachable, LaunchError
 from orc.launchers.findings import Finding, worst_first
 from orc.launchers.hosts import all_reduce, checks
 from orc.launchers.hosts.checks import PROBE
@@ -164,15 +164,7 @@ def probe_ports(
 
 
 def _answer(conversation: Process, name: str) -> dict[str, Any]:
-    """Return the next line that a host prints. Raises `BackendError`, `BackendUnreachable`."""
-    received = b""
-    while not received.endswith(b"\n"):
-        piece = conversation.read(1 << 16)
-        if not piece:
-            lines = conversation.wait().stderr.strip().splitlines()
-            raise BackendError(f"the host cannot be asked: {lines[-1] if lines else 'it ended'}", where=name)
-        received += piece
-    return dict(json.loads(received))
+    return dict(json.loads(all_reduce.read_line(conversation, name, "the host cannot be asked")))
 
 
 def find_blocked_pairs(blocked: Sequence[BlockedConnection], failed: Mapping[str, LaunchError]) -> list[Finding]:

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 
-from orc.launchers.agent.gpus import gpu_count
+from orc.launchers.agent.gpus import gpu_count, nvidia_smi
 from orc.launchers.agent.network import reachable_addresses
 
 TYPE_CHECKING = False
@@ -116,34 +116,17 @@ def torch_directory() -> str | None:
 
 def gpus() -> dict[str, Any]:
     """Return the rows of nvidia-smi and the number of GPUs that the driver lists: one off the bus has no row."""
-    known = gpu_count()
-    places = (os.path.join(place, "nvidia-smi") for place in os.environ.get("PATH", os.defpath).split(os.pathsep))
-    program = next((path for path in places if os.path.isfile(path) and os.access(path, os.X_OK)), None)
-    if program is None:
-        return {"gpus": [], "gpus_known": known, "gpu_error": None}
-    import subprocess
-
+    found: dict[str, Any] = {"gpus": [], "gpus_known": gpu_count(), "gpu_error": None}
+    path = os.environ.get("PATH", os.defpath)
     try:
-        done = subprocess.run(
-            [program, "--query-gpu=" + GPU_FIELDS, "--format=csv,noheader,nounits"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=20,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"gpus": [], "gpus_known": known, "gpu_error": str(error)}
-    text = done.stdout.decode("utf-8", "replace").strip()
-    if done.returncode:
-        reason = done.stderr.decode("utf-8", "replace").strip() or text
-        return {
-            "gpus": [],
-            "gpus_known": known,
-            "gpu_error": reason.splitlines()[-1] if reason else "nvidia-smi failed",
-        }
+        text, fault = nvidia_smi(path, 20.0, f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits") or ("", "")
+    except OSError as error:
+        fault = str(error)
+    if fault:
+        return {**found, "gpu_error": fault}
     names = ("index", "name", "driver", "used", "total", "utilisation", "temperature", "ecc", "throttle")
     rows = [[word.strip() for word in line.split(",")] for line in text.splitlines() if line.strip()]
-    found = [dict(zip(names, row)) for row in rows]  # noqa: B905 - Python 3.9
-    return {"gpus": found, "gpus_known": known, "gpu_error": None}
+    return {**found, "gpus": [dict(zip(names, row)) for row in rows]}  # noqa: B905 - Python 3.9
 
 
 def addresses() -> list[str]:

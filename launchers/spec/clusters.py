@@ -14,7 +14,6 @@ from pydantic import (
     PrivateAttr,
     TypeAdapter,
     ValidationError,
-    field_validator,
 )
 
 from orc.launchers.errors import SpecError
@@ -31,10 +30,13 @@ _USER = r"[A-Za-z0-9_][A-Za-z0-9_.@\\+-]{0,127}"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 
 
-def _absolute(root: str | None) -> str | None:
-    if root is not None and not root.startswith(("/", "~")):
+def _absolute(root: str) -> str:
+    if not root.startswith(("/", "~")):
         raise ValueError(f"{root!r} is not an absolute path")
     return root
+
+
+Root = Annotated[Line, AfterValidator(_absolute)]
 
 
 def _login_name(user: str) -> str:
@@ -90,13 +92,8 @@ class Account(FrozenModel):
     short_form = "user"
 
     user: Annotated[str, AfterValidator(_login_name)] = Field(description="Name that the user's jobs log in with.")
-    root: Line | None = Field(None, description="Absolute path of orc's files there, unless it is the cluster's.")
+    root: Root | None = Field(None, description="Absolute path of orc's files there, unless it is the cluster's.")
     options: dict[str, Any] = Field({}, description="Settings of the kind, over the cluster's.")
-
-    @field_validator("root")
-    @classmethod
-    def _absolute(cls, root: str | None) -> str | None:
-        return _absolute(root)
 
 
 class Cluster(FrozenModel):
@@ -104,7 +101,7 @@ class Cluster(FrozenModel):
 
     name: str = Field(pattern=f"^{_NAME}$", description="Its name.")
     kind: Name = Field(description="The backend: local, slurm, ssh, kubernetes, sagemaker, tpu, or that of a package.")
-    root: Line | None = Field(None, description="Absolute path of orc's files there.")
+    root: Root | None = Field(None, description="Absolute path of orc's files there.")
     python: Line | None = Field(None, description="The Python that runs agents and ranks.")
     env: Variables = Field({}, description="Environment of every rank; the job's goes over it.")
     setup: ShellLines = Field((), description="Shell lines on every node, before the job's own.")
@@ -126,11 +123,6 @@ class Cluster(FrozenModel):
     options: dict[str, Any] = Field({}, description="Settings of the kind.")
 
     _login: str | None = PrivateAttr(None)
-
-    @field_validator("root")
-    @classmethod
-    def _absolute(cls, root: str | None) -> str | None:
-        return _absolute(root)
 
     @property
     def login(self) -> str | None:

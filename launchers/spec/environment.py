@@ -57,14 +57,9 @@ KINDS = ("venv", "conda", "copy", "container")
 def _path(value: Any) -> str:
     """Return a path on the nodes (absolute), or one that travels with the job (relative to the workdir)."""
     text = grammar.scalar_text(value)
-    if not text.strip():
-        raise ValueError("must not be empty")
     if text.startswith("~"):
         raise ValueError(f"{text!r} is in a home directory that the nodes need not share; give an absolute path")
-    normal = posixpath.normpath(text)
-    if normal == ".." or normal.startswith("../"):
-        raise ValueError(f"{text!r} lies outside the workdir: only the workdir travels to the nodes")
-    return normal
+    return grammar.within_workdir(text)
 
 
 BundledPath = Annotated[str, BeforeValidator(_path)]

@@ -5,6 +5,7 @@ Pure; every parser raises `ValueError` with a message for people.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -177,6 +178,16 @@ def line(value: Any) -> str:
     if not text.isprintable():
         raise ValueError(f"{text!r} must be one line of printable characters")
     return text
+
+
+def within_workdir(text: str) -> str:
+    """Return a path in its shortest form, which does not lead out of the directory that it starts in."""
+    if not text.strip():
+        raise ValueError("must not be empty")
+    normal = posixpath.normpath(text)
+    if normal == ".." or normal.startswith("../"):
+        raise ValueError(f"{text!r} lies outside the workdir: only the workdir travels to the nodes")
+    return normal
 
 
 def env_name(value: Any) -> str:

@@ -86,13 +86,9 @@ def _job_name(value: Any) -> str:
 
 def _script(value: Any) -> str:
     text = grammar.scalar_text(value)
-    if not text.strip():
-        raise ValueError("must not be empty")
     if posixpath.isabs(text):
         raise ValueError(f"{text!r} must be relative to the workdir: only the workdir travels to the nodes")
-    normal = posixpath.normpath(text)
-    if normal == ".." or normal.startswith("../"):
-        raise ValueError(f"{text!r} lies outside the workdir: only the workdir travels to the nodes")
+    normal = grammar.within_workdir(text)
     # Python would take a file name that starts with a dash for an option.
     return f"./{normal}" if normal.startswith("-") else normal
 

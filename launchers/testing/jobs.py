@@ -59,16 +59,18 @@ class Job:
     handle: Handle = field(init=False)  # once it is submitted
 
     @property
+    def _config(self) -> dict[str, Any]:
+        return dict(json.loads(next(f.content for f in self.plan.files if f.path.endswith("agent.json"))))
+
+    @property
     def directory(self) -> PurePosixPath:
         """The attempt's directory, as the job sees it."""
-        config = json.loads(next(f.content for f in self.plan.files if f.path.endswith("agent.json")))
-        return PurePosixPath(config["attempt_dir"])
+        return PurePosixPath(self._config["attempt_dir"])
 
     @property
     def work(self) -> PurePosixPath:
         """The working directory of its ranks."""
-        config = json.loads(next(f.content for f in self.plan.files if f.path.endswith("agent.json")))
-        return PurePosixPath(config.get("work_dir") or self.directory.parent / "work")
+        return PurePosixPath(self._config.get("work_dir") or self.directory.parent / "work")
 
     @property
     def directories(self) -> Sequence[Path]:

@@ -11,9 +11,9 @@ from orc.launchers.paths import Layout
 from orc.launchers.remote.programs import Program
 from orc.launchers.remote.transport import LocalTransport, Transport
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.gc import GcReport, GcRequest, collect
 
 if TYPE_CHECKING:
+    from orc.launchers.snapshot.gc import GcReport, GcRequest
     from orc.launchers.snapshot.manifest import Bundle
 
 
@@ -51,7 +51,7 @@ def deliver(bundles: Sequence[Bundle], store: ContentStore, targets: Targets) ->
             if not there.use(bundle.digest):
                 store.copy_to(there, bundle.digest)
     if remote:
-        from orc.launchers.transfer import raise_first, sync
+        from orc.launchers.transfer.delivery import raise_first, sync
 
         raise_first(sync(bundles, store, remote, shared=targets.shared, pythons=targets.pythons))
 
@@ -71,10 +71,12 @@ def collect_garbage(targets: Targets, request: GcRequest) -> dict[str, GcReport 
 
 
 def _collect_on(targets: Targets, host: str, request: GcRequest) -> GcReport:
+    from orc.launchers.snapshot import gc
+
     transport = targets.roots[host][0]
     if isinstance(transport, LocalTransport):
         try:
-            return collect(request)
+            return gc.collect(request)
         except OSError as error:
             what = f"cannot collect: {error.strerror or error}"
             raise BundleError(what, where=error.filename or request.root) from None
@@ -84,7 +86,7 @@ def _collect_on(targets: Targets, host: str, request: GcRequest) -> GcReport:
         if failure := (answer or {}).get("error"):
             where = f"{host}: {failure['where']}"
             raise BundleError(str(failure["what"]), where=where, hint=str(failure["hint"]))
-        return GcReport.from_dict((answer or {})["report"])
+        return gc.GcReport.from_dict((answer or {})["report"])
     except (ValueError, KeyError, TypeError, AttributeError):
         last = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.status}"
         raise BackendError(f"the collection failed: {last.removeprefix('orc: ')}", where=host) from None

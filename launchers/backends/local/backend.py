@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -157,8 +158,6 @@ class LocalBackend(Backend):
 
     def _cpu_torch(self, python: str, gpus: int) -> Iterator[Finding]:
         """Yield a warning where the ranks' torch cannot use the GPUs that the job asks for."""
-        import subprocess
-
         from orc.launchers.hosts.checks import cpu_torch
 
         code = (
@@ -166,14 +165,9 @@ class LocalBackend(Backend):
             "v = runpy.run_path(os.path.join(s.submodule_search_locations[0], 'version.py')) if s else {}; "
             "print(v.get('__version__', ''), v.get('cuda') or v.get('hip') or '')"
         )
-        try:
-            done = subprocess.run(
-                (python, "-c", code), capture_output=True, text=True, timeout=START_TIMEOUT_S, check=True
-            )
-        except (OSError, subprocess.SubprocessError):
-            return  # the ranks say what is wrong with it
-        if len(words := done.stdout.split()) == 1:
-            yield cpu_torch(words[0], gpus, self.cluster.name)
+        with suppress(OSError):  # the ranks say what is wrong with it
+            if len(words := _ask(python, "-c", code)) == 1:
+                yield cpu_torch(words[0], gpus, self.cluster.name)
 
     def _too_much(self, asked: Mapping[str, int], env: Mapping[str, str]) -> Iterator[Finding]:
         """Yield what the job requests and this machine does not have."""
@@ -406,21 +400,30 @@ def _lost_reason(records: AttemptRecords) -> str:
     return f"the agent of node {', '.join(silent)} was killed"
 
 
-def _fp8_problem(python: str, env: Mapping[str, str]) -> str | None:
-    """Return the reason why ranks under *python* cannot train in the fp8 that *env* requests; `None` when they can."""
+def _ask(python: str, *words: str) -> list[str]:
+    """Return the words that a Python prints. Raises `OSError` with the reason where it cannot be run, or fails."""
     import subprocess
 
+    try:
+        done = subprocess.run((python, *words), capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(str(error)) from None
+    if done.returncode:
+        raise OSError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+    return done.stdout.split()
+
+
+def _fp8_problem(python: str, env: Mapping[str, str]) -> str | None:
+    """Return the reason why ranks under *python* cannot train in the fp8 that *env* requests; `None` when they can."""
     if env.get("ORC_MIXED_PRECISION", env.get("ACCELERATE_MIXED_PRECISION")) != "fp8":
         return None
     from orc.runtime.core import fp8_settings
 
-    modules = fp8_settings.BACKENDS
-    code = f"from importlib.util import find_spec as f; print(*[k for k, m in {dict(modules)!r}.items() if f(m)])"
+    modules = dict(fp8_settings.BACKENDS)
+    code = f"from importlib.util import find_spec as f; print(*[k for k, m in {modules!r}.items() if f(m)])"
     try:
-        look = (python, "-c", code)
-        done = subprocess.run(look, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=True)
-        fp8_settings.choose(env.get("ACCELERATE_FP8_BACKEND"), done.stdout.split())
-    except (OSError, subprocess.SubprocessError) as error:
+        fp8_settings.choose(env.get("ACCELERATE_FP8_BACKEND"), _ask(python, "-c", code))
+    except OSError as error:
         return f"{python} cannot say which back ends of fp8 it has: {error}"
     except ValueError as error:
         return f"{python}: {error}"
@@ -429,17 +432,13 @@ def _fp8_problem(python: str, env: Mapping[str, str]) -> str | None:
 
 def _python_problem(python: str, *, environment: bool) -> str | None:
     """Return the reason why ranks cannot start under *python*, which is there; `None` when they can."""
-    import subprocess
-
     if python == sys.executable:
         return None
-    look = (python, "-I", "-S", "-c", "import sys; print(*sys.version_info[:3])")
     try:
-        done = subprocess.run(look, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
-        version = tuple(map(int, done.stdout.split()))
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        version = tuple(map(int, _ask(python, "-I", "-S", "-c", "import sys; print(*sys.version_info[:3])")))
+    except (OSError, ValueError) as error:
         return f"{python} cannot be started: {error}"
-    if done.returncode or not version:
-        return f"{python} cannot be started: {(done.stderr.strip().splitlines() or ['it printed no version'])[-1]}"
+    if not version:
+        return f"{python} cannot be started: it printed no version"
     problem = python_problem(version, environment=environment)
     return f"{python} is {problem}" if problem else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cached_property
@@ -21,6 +21,7 @@ from orc.launchers.backends.sagemaker.failures import (
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.names import split_uri
 from orc.launchers.backends.sagemaker.settings import ClusterSettings
+from orc.launchers.containers.objects import SIDE_BY_SIDE, ObjectStore
 from orc.launchers.errors import BackendError, BackendUnreachable
 
 
@@ -67,7 +68,6 @@ def sdk_module(name: str) -> Any:
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 _ATTEMPTS = 8  # botocore backs off between them, under throttling too
 _ATTEMPTS_ELSEWHERE = 2  # in a region that botocore does not know: mostly there is none, and 8 would take 40 s
-_SIDE_BY_SIDE = 16
 _GONE = ("404", "NoSuchKey", "NotFound", "NoSuchBucket")
 _REFUSED = ("ValidationException", "ValidationError", "ResourceNotFound")
 
@@ -76,7 +76,7 @@ class NameTaken(BackendError):
     """There is a training job of that name already: ours of an earlier try, or another user's."""
 
 
-class AwsService:
+class AwsService(ObjectStore):
     """The account and region of *place*. Nothing is contacted before it is needed; botocore finds credentials.
 
     All methods raise `BackendUnreachable` when there is no answer, `BackendError` otherwise. URIs of objects are
@@ -122,7 +122,7 @@ class AwsService:
                 retries={"mode": "standard", "total_max_attempts": attempts},
                 connect_timeout=10,
                 read_timeout=60,
-                max_pool_connections=_SIDE_BY_SIDE,
+                max_pool_connections=SIDE_BY_SIDE,
                 user_agent_extra="orc-launch",
             )
             with self._errors(""):
@@ -247,22 +247,6 @@ class AwsService:
             if code in ("InvalidRange", "416"):
                 return b""
             raise explain(error, self._where, asked="s3:GetObject") from None
-
-    def get_many(self, uris: Sequence[str], limit: int) -> dict[str, bytes]:
-        """Return the contents of the objects that exist and have *limit* bytes at most, fetched side by side."""
-        if not uris:
-            return {}
-
-        def get(uri: str) -> bytes | None:
-            data = self.get(uri, limit=limit + 1)
-            return data if data is not None and len(data) <= limit else None
-
-        from concurrent.futures import ThreadPoolExecutor
-
-        self._client("s3")  # made once, not in every thread
-        with ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(uris))) as pool:
-            found = list(pool.map(get, uris))
-        return {uri: data for uri, data in zip(uris, found, strict=True) if data is not None}
 
     def exists(self, uri: str) -> bool:
         """Return True when the object exists: HeadObject."""

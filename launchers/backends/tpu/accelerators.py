@@ -54,13 +54,8 @@ class Slice:
 
     @property
     def chips_per_host(self) -> int:
-        """Chips of each worker machine."""
+        """Chips of each worker machine, and PyTorch/XLA's default number of processes there."""
         return self.chips // self.hosts
-
-    @property
-    def processes_per_host(self) -> int:
-        """PyTorch/XLA's default number of processes on a machine: one for each chip."""
-        return self.chips_per_host
 
 
 def parse(accelerator_type: str) -> Slice:

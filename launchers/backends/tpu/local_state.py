@@ -10,14 +10,13 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orc.launchers.agent.records import read_json
 from orc.launchers.attempts.reader import log_selectors, read_log
-from orc.launchers.attempts.records import AttemptExit
-from orc.launchers.backends.base import Cause, Handle, LogChunk, Observation, Phase
+from orc.launchers.backends.base import Handle, LogChunk, Observation
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import AttemptId
 from orc.launchers.paths import Layout
@@ -88,7 +87,7 @@ class LocalState:
     def end(self) -> tuple[Observation, float] | None:
         """Return the attempt's end and the time of its recording; the deletion may still have to follow."""
         found = read_json(str(self.directory / "end.json"))
-        return None if found is None else (_observation(found["observation"]), float(found["at"]))
+        return None if found is None else (Observation.from_dict(found["observation"]), float(found["at"]))
 
     @property
     def handle(self) -> Handle | None:
@@ -98,8 +97,7 @@ class LocalState:
 
     def record_end(self, handle: Handle, seen: Observation) -> None:
         """Record the end: no worker is polled any more."""
-        text = asdict(seen) | {"exit": seen.exit.to_dict() if seen.exit else None, "progress": dict(seen.progress)}
-        record = {"handle": handle.to_dict(), "observation": text, "at": time.time()}
+        record = {"handle": handle.to_dict(), "observation": seen.to_dict(), "at": time.time()}
         self._write("end.json", json.dumps(record).encode())
 
     # -- what it left behind
@@ -152,17 +150,3 @@ class LocalState:
 
 def _save(path: Path, chunks: Iterable[LogChunk]) -> None:
     files.write_file(str(path), (chunk.data for chunk in chunks), 0o600)
-
-
-def _observation(data: dict[str, Any]) -> Observation:
-    return Observation(
-        phase=Phase(data["phase"]),
-        cause=Cause(data["cause"]) if data["cause"] else None,
-        reason=data["reason"],
-        exit=AttemptExit.from_dict(data["exit"]) if data["exit"] else None,
-        hosts=tuple(data["hosts"]),
-        started_at=data["started_at"],
-        ended_at=data["ended_at"],
-        restarts=data["restarts"],
-        progress=data["progress"],
-    )

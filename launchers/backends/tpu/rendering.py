@@ -91,7 +91,7 @@ def _processes(job: JobSpec, shape: accelerators.Slice) -> int | None:
             where=job.name,
             hint="Write `launcher: {kind: xla, options: {processes: host}}`.",
         )
-    chips = shape.processes_per_host
+    chips = shape.chips_per_host
     if asked is None or asked == chips or (asked == 1 and shape.hosts == 1):
         return asked or chips
     raise RenderError(

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend, Snapshot
     from orc.launchers.snapshot.manifest import Bundle
     from orc.launchers.spec import LoadedJob
-    from orc.launchers.transfer import SyncReport
-    from orc.launchers.transfer.delivery import Comparison
+    from orc.launchers.transfer.delivery import Comparison, SyncReport
     from orc.orchestrator.client import Client
 
 _SHOWN = 20  # files of each kind
@@ -48,7 +47,7 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
 
     `orc submit` does this by itself. Exit status 1 if a host could not be served; the others are.
     """
-    from orc.launchers.transfer import sync
+    from orc.launchers.transfer.delivery import sync
     from orc.orchestrator.engine.validation import load_checked
 
     if job_file is None and cluster is None:
