@@ -29,7 +29,7 @@ from hosts_testbed import HostsTestbed  # noqa: E402
 
 from orc.launchers.backends.ssh import SshBackend  # noqa: E402
 from orc.launchers.snapshot.content_store import ContentStore  # noqa: E402
-from orc.launchers.transfer import SyncReport, raise_first, sync  # noqa: E402
+from orc.launchers.transfer.delivery import SyncReport, raise_first, sync  # noqa: E402
 
 TURNS = 5
 COLD_BUDGET, UNCHANGED_BUDGET_S = 1.5, 1.0

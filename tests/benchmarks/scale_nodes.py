@@ -357,7 +357,7 @@ def fan_out(sizes: tuple[int, ...] = (16, 64, 256), patience_s: float = 300.0) -
 
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.snapshot.scan import scan
-    from orc.launchers.transfer import sync
+    from orc.launchers.transfer.delivery import sync
 
     class Late(Host):
         def stream(self, argv: Any, **options: Any) -> Any:

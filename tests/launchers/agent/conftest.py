@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import until
 
 from orc.launchers.agent.procfs import descendants, is_running, marked_processes
 from orc.launchers.agent.records import read_json
@@ -39,15 +39,6 @@ def lay_out(runtime: Path) -> None:
 _TREE = tempfile.TemporaryDirectory(prefix="orc-runtime-")
 AGENT = Path(_TREE.name)  # for what needs no attempt of its own
 lay_out(AGENT)
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 60.0, what: str = "") -> Any:
-    """Wait for a true value; fail after *timeout_s*."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"timed out waiting for {what or condition}"
-        time.sleep(0.01)
-    return value
 
 
 @dataclass

@@ -9,12 +9,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from polling import until
 
 from orc.launchers.agent import calls
 from orc.launchers.agent.config import AgentConfig
 from orc.launchers.agent.node import Node
-
-from .conftest import until
 
 # mpirun in miniature: one `ssh` for each host of the host file, each starts the ranks of its node; the first failure
 # ends the others. Ranks are numbered in Open MPI's variables, and node 0's environment is passed on to all.

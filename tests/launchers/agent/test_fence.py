@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from polling import until
 
 from orc.launchers.agent.procfs import descendants, process_start, process_stat
 from orc.launchers.agent.records import read_json, write_json
 
-from .conftest import Attempt, guard_of, until
+from .conftest import Attempt, guard_of
 
 # A run of a job trains one sample after the other and notes each, with the time and the run, where every run does.
 TRAIN = """

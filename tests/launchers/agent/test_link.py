@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from polling import until
 
 from orc.launchers.agent import network
 from orc.launchers.agent.signals import signal_process
 from orc.launchers.attempts.confidential import new_link_token
 from orc.launchers.attempts.records import merge
 
-from .conftest import guard_of, until
+from .conftest import guard_of
 
 IDLE = """
 import time

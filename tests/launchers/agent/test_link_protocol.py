@@ -11,6 +11,7 @@ import ssl
 import time
 
 import pytest
+from polling import until
 
 from orc.launchers.agent.link import channel
 from orc.launchers.agent.link.channel import MESSAGE_BYTES, VERSION, Channel, PeerDisconnected, tls_context
@@ -20,7 +21,7 @@ from orc.launchers.agent.link.server import LinkServer
 from orc.launchers.agent.records import read_json
 from orc.launchers.attempts.confidential import new_link_token
 
-from .conftest import TOKEN, Linked, until
+from .conftest import TOKEN, Linked
 from .test_link import IDLE
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from polling import until
 
 from orc.launchers.agent import state
 from orc.launchers.agent.cleanup import kill_attempt
@@ -22,7 +23,7 @@ from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.records import NODE_RECORD_BYTES, log_tail, write_json
 from orc.launchers.agent.variables import substitute
 
-from .conftest import AGENT, until
+from .conftest import AGENT
 
 
 def test_an_agent_is_small(attempt):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from polling import until
 
 from orc.launchers.agent.errors import LaunchFailure
 from orc.launchers.agent.link.channel import tls_context
@@ -16,7 +17,7 @@ from orc.launchers.agent.link.process import Link
 from orc.launchers.agent.network import Port
 from orc.launchers.containers.program import restart_of_server
 
-from .conftest import TOKEN, until
+from .conftest import TOKEN
 
 
 def test_working_copy_logs_and_secrets_are_where_the_orders_say(attempt, tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from polling import until
 
 from orc.launchers.agent.procfs import descendants, process_start
 from orc.launchers.agent.records import read_json
 
-from .conftest import AGENT, until
+from .conftest import AGENT
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from polling import until
 
 from orc.launchers.agent import stacks
 from orc.launchers.rank_hooks import startup
 
-from .conftest import AGENT, until
+from .conftest import AGENT
 
 HANGS = """
 import os, threading, time

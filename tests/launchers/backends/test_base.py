@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -89,6 +91,21 @@ def test_a_secret_without_a_value_is_named_and_the_others_are_left_out() -> None
 def test_a_request_to_cancel_has_the_grace_in_seconds() -> None:
     request = cancel_request(timedelta(minutes=2))
     assert (request["grace_s"], request["reason"]) == (120.0, "cancelled")
+
+
+@pytest.mark.parametrize(("kind", "options"), [("local", {}), ("ssh", {"hosts": ["a"]})])
+def test_opening_a_backend_imports_nothing_heavy(kind: str, options: dict[str, Any]) -> None:
+    program = f"""
+import sys
+from orc.launchers.backends import open_backend
+from orc.launchers.spec.clusters import Cluster
+from orc.launchers.spec import JobSpec
+open_backend(Cluster(name="lab", kind={kind!r}, options={options!r}))
+heavy = {{"torch", "sqlalchemy", "jinja2", "rich", "paramiko", "fabric", "psutil", "subprocess", "asyncio"}}
+print(sorted(heavy & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_shared_modules_are_no_kinds() -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from typing import cast
 
-from orc.launchers.backends.base import Phase
+from orc.launchers.backends.base import Observation, Phase
 from orc.launchers.backends.ends import read_ends
 from orc.launchers.remote.transport import Transport
 
@@ -20,7 +20,7 @@ class Meeting:
 
     def read_many(self, paths: Iterable[str]) -> dict[str, bytes]:
         self.barrier.wait(30)
-        told = {"phase": "failed", "cause": None, "reason": "over", "at": 1.0}
+        told = Observation(Phase.FAILED, reason="over", ended_at=1.0).to_dict()
         return {path: json.dumps(told).encode() for path in paths}
 
 

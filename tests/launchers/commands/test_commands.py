@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_plans import SNAPSHOT
 from pydantic import ValidationError
 
 from orc.launchers.attempts.agent_config import agent_config
-from orc.launchers.backends.base import Snapshot
 from orc.launchers.commands import build_command
 from orc.launchers.commands.base import PLACEHOLDERS, program_of
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
 from orc.launchers.paths import Layout
 from orc.launchers.plugins import COMMANDS
-from orc.launchers.snapshot.manifest import Entry
-from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec, load_job
 from orc.launchers.spec.clusters import Cluster
 
@@ -31,9 +29,8 @@ def job(**settings: Any) -> JobSpec:
 
 
 def config(made: JobSpec, kind: str) -> dict[str, Any]:
-    snapshot = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
     cluster = Cluster(name="lab", kind=kind, root="/r")
-    return agent_config(made, snapshot, AttemptId("x-000000", 1), cluster, Layout.at("/r")).to_dict()
+    return agent_config(made, SNAPSHOT, AttemptId("x-000000", 1), cluster, Layout.at("/r")).to_dict()
 
 
 def test_kinds_are_found_without_a_list() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_plans import GOLDEN, compare
 
 from orc.launchers.commands.base import NodeCommand
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "commands"
 LAUNCHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "torchrun": ("torchrun", {}),
     "torchrun-c10d": ("torchrun", {"rdzv_backend": "c10d", "max_restarts": 3, "monitor_interval": 1}),
@@ -81,15 +79,11 @@ def test_what_is_started_is_known_to_the_byte(name: str, build) -> None:
     kind, options = LAUNCHERS[name]
     resources = {"nodes": 2, "procs_per_node": 1 if kind == "ray" else 4}
     text = told(build(kind, options, args=["--note", "it's $5"], resources=resources))
-    path = GOLDEN / f"{name}.txt"
-    if os.environ.get("ORC_UPDATE_GOLDEN") == "1":
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert text == path.read_text(), f"{path} differs; ORC_UPDATE_GOLDEN=1 accepts the new text"
+    compare(f"commands/{name}.txt", text)
 
 
 def test_every_golden_file_belongs_to_a_test() -> None:
-    assert sorted(path.stem for path in GOLDEN.iterdir()) == sorted(LAUNCHERS)
+    assert sorted(path.stem for path in (GOLDEN / "commands").iterdir()) == sorted(LAUNCHERS)
 
 
 @pytest.mark.parametrize("name", [name for name, (kind, _) in LAUNCHERS.items() if kind in SHELL])

@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import until
 
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.errors import LaunchError
@@ -32,14 +32,6 @@ status = launch(LocalLaunch(sys.argv[2:], **options))
 assert not {"torch", "subprocess", "asyncio"} & set(sys.modules), "the launcher stays small"
 sys.exit(status)
 """
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
-    return value
 
 
 @pytest.fixture

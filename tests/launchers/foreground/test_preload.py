@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import until
 
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.foreground.launch import begins_with_torch, shadows_a_library
@@ -189,10 +189,7 @@ def test_where_preloading_does_not_work_the_ranks_are_started_alone(launch, tmp_
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_preloading_ends_the_launch(launch, tmp_path, number):
     process = launch("import torch\nprint('never')", torch="import time\ntime.sleep(600)")
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "imports").exists() or not imports(tmp_path):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: (tmp_path / "imports").exists() and imports(tmp_path))
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (128 + number, "", f"orc launch: stopped by {number.name}\n")
@@ -203,10 +200,7 @@ def test_forked_ranks_die_with_a_killed_launcher(launch, tmp_path):
     process = launch("import torch\nimport os, time\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)")
     pids = [int(process.stdout.readline()) for _ in range(3)]
     process.kill()
-    deadline = time.monotonic() + 60
-    while any(process_start(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not any(process_start(pid) for pid in pids))
     process.communicate()
     assert imports(tmp_path) == 1
 

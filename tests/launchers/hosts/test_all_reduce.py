@@ -53,7 +53,7 @@ class Deaf(LocalTransport):
         text = text.replace('server.getsockname()[1], "addresses"', '1, "addresses"')
         address = "reachable_addresses = lambda *_: ['127.0.0.1']"  # the text runs by itself
         text = text.replace("from orc.launchers.agent.network import reachable_addresses", address)
-        text = text.replace("from orc.launchers.agent.gpus import gpu_count", "")
+        text = text.replace("from orc.launchers.agent.gpus import gpu_count, nvidia_smi", "")
         text = text.replace("poll.register(server, select.POLLIN)", "") + "\nmain()\n"
         return super().stream((options["python"], "-I", "-S", "-c", text, *arguments), timeout_s=options["timeout_s"])
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from golden_plans import SNAPSHOT
 from pydantic import ValidationError
 
 from orc.launchers.backends import open_backend
-from orc.launchers.backends.base import Snapshot
 from orc.launchers.errors import SpecError
 from orc.launchers.ids import AttemptId
-from orc.launchers.snapshot.manifest import Entry
-from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster, get_cluster, load_clusters
 from orc.launchers.spec.problems import translate
 from orc.launchers.spec.source import Document
 
-SNAPSHOT = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
 GOOD = """\
 slurm:
   kind: slurm

@@ -8,20 +8,20 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import until
 
 from orc.launchers.errors import BackendError, BackendUnreachable, BundleError
 from orc.launchers.remote import programs
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.snapshot.scan import Bundle
-from orc.launchers.transfer import delivery, sync
-from orc.launchers.transfer.delivery import SyncReport, raise_first
+from orc.launchers.transfer import delivery
+from orc.launchers.transfer.delivery import SyncReport, raise_first, sync
 from orc.launchers.transfer.wire import pack_manifests, send_contents
 
 from .conftest import Host, state_of, targets
@@ -381,13 +381,6 @@ def test_a_host_that_waits_for_its_turn_ends_when_the_laptop_goes_away(
             until(lambda: len(os.listdir(first.root / "store/tmp")) == 2)
         until(lambda: len(os.listdir(first.root / "store/tmp")) == 1)
     until(lambda: os.listdir(first.root / "store/tmp") == [])
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_host_that_asks_for_what_is_in_no_snapshot_is_refused(

@@ -18,7 +18,7 @@ from orc.launchers.errors import BackendUnreachable
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.gc import GcReport, GcRequest
 from orc.launchers.snapshot.scan import Bundle
-from orc.launchers.transfer import SyncReport, sync
+from orc.launchers.transfer.delivery import SyncReport, sync
 from orc.launchers.transfer.targets import Targets, collect_garbage
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ import sys
 from pathlib import Path
 from hosts_testbed import HostsTestbed
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.transfer import sync
+from orc.launchers.transfer.delivery import sync
 from orc.launchers.backends.ssh import SshBackend
 store = ContentStore(sys.argv[2])
 backend = SshBackend(HostsTestbed(Path(sys.argv[1])).cluster())

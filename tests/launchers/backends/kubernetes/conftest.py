@@ -6,20 +6,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from golden_plans import SNAPSHOT
 from kubernetes_testbed import KubernetesTestbed
 
-from orc.launchers.backends.base import Placement, Snapshot
+from orc.launchers.backends.base import Placement
 from orc.launchers.backends.kubernetes import KubernetesBackend
 from orc.launchers.ids import AttemptId
 from orc.launchers.plan import Plan
-from orc.launchers.snapshot.manifest import Entry
-from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 from orc.launchers.testing.fixtures import make_job, run
 from orc.launchers.testing.jobs import View
 
-SNAPSHOT = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
 Render = Callable[..., Plan]
 
 

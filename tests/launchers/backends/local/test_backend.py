@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import until
 
 from orc.launchers.agent.gpus import gpu_count
 from orc.launchers.agent.procfs import marked_processes, process_start
@@ -53,14 +54,6 @@ def plan(backend: LocalBackend, tmp_path: Path) -> Callable[..., Plan]:
         return backend.render(job, snapshot, AttemptId(f"x-k3f9a{number}", 1))
 
     return make
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
-    return value
 
 
 def look(backend: LocalBackend, handle: Handle) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import until
 from sagemaker_testbed import ACCOUNT, BUCKET, REGION, ROLE, SagemakerTestbed
 
 from orc.launchers.backends.base import Cause, Handle, LogSelector, Phase, Snapshot
@@ -83,11 +84,7 @@ def submit(backend: SagemakerBackend, snapshot: Snapshot, own: dict[str, Any] | 
 
 
 def ended(backend: SagemakerBackend, handle: Handle) -> Any:
-    deadline = time.monotonic() + 120
-    while not (seen := backend.poll([handle])[handle]).phase.ended:
-        assert time.monotonic() < deadline, seen
-        time.sleep(0.05)
-    return seen
+    return until(lambda: (seen := backend.poll([handle])[handle]).phase.ended and seen, 120)
 
 
 def test_exactly_the_rendered_request_is_sent(sagemaker, backend, snapshot) -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from orc.launchers.backends.sagemaker.estimators import load_estimator
-from orc.launchers.backends.sagemaker.settings import REFUSED, read_settings
+from orc.launchers.backends.sagemaker.settings import read_settings
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import LoadedJob
 from orc.orchestrator.client import Client
@@ -94,12 +94,6 @@ def test_an_object_that_asks_for_what_cannot_be_is_refused(load, cluster, source
     made = SimpleNamespace(entry_point="train.py", source_dir=str(source), git_config={"repo": "x"})
     with pytest.raises(SpecError, match="git_config cannot be carried"):
         read_settings(cluster(), load(made).spec)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_argument_that_cannot_be_carried_is_refused_by_name(name, load, cluster) -> None:
-    with pytest.raises(SpecError, match=f"{name} cannot be carried"):
-        read_settings(cluster(), load(given={name: "x"}).spec)
 
 
 def test_values_become_the_texts_that_the_sdk_makes_of_them(load) -> None:

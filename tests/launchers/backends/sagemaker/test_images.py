@@ -73,13 +73,6 @@ def test_the_sdk_makes_the_same_of_an_entry(pytorch, transformers, python, more)
     assert one.uri == stock_image(one, "test")
 
 
-def test_the_documented_example_has_its_image() -> None:
-    assert image("1.10.2", "4.17.0", "py38", instance_type="ml.p3.16xlarge").uri == (
-        "763104351884.dkr.ecr.us-east-1.amazonaws.com/"
-        "huggingface-pytorch-training:1.10.2-transformers4.17.0-gpu-py38-cu113-ubuntu20.04"
-    )
-
-
 def test_a_short_version_is_the_newest_that_begins_with_it() -> None:
     assert image("2.5").uri == image("2.5.1").uri
     assert image(None, "4.46").uri == image("2.3.0", "4.46.1").uri

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_plans import SNAPSHOT
 from polling import polls
 from slurm_testbed import SlurmTestbed
 
@@ -18,9 +19,7 @@ from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.paths import state_dir
 from orc.launchers.plan import Plan
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.manifest import Entry
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
-from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 
@@ -130,8 +129,7 @@ def plan_of() -> Callable[..., Plan]:
 
     def render(**spec: Any) -> Plan:
         job = JobSpec.model_validate({"name": "digits", "script": "train.py", **spec})
-        snapshot = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
         backend = SlurmBackend(Cluster(name="hpc", kind="slurm", root="/shared/orc"))
-        return backend.render(job, snapshot, AttemptId("digits-k3f9a2", 1))
+        return backend.render(job, SNAPSHOT, AttemptId("digits-k3f9a2", 1))
 
     return render

@@ -112,22 +112,6 @@ def test_a_refusal_is_passed_on_in_slurm_s_words_with_a_hint(
     assert caught.value.where == "cluster hpc"
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
-        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
-        "sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received",
-        "sbatch: error: Batch job submission failed: Transport endpoint is not connected",
-        "sbatch: error: slurm_receive_msg: Connection refused",
-    ],
-)
-def test_a_cut_off_submission_is_ambiguous(programs: Programs, client: SlurmClient, said: str) -> None:
-    programs.say("sbatch", err=said, status=1)
-    with pytest.raises(AmbiguousSubmit):
-        client.submit(sbatch(programs))
-
-
 def test_a_silent_sbatch_is_ambiguous_and_does_not_live_on(
     programs: Programs, impatient: SlurmClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,12 +154,6 @@ def test_a_silent_controller_is_unreachable(programs: Programs, impatient: Slurm
     programs.say("squeue", before="sleep 600")
     with pytest.raises(BackendUnreachable, match="squeue did not answer within 1 s"):
         impatient.queue(["1"])
-
-
-def test_a_failing_squeue_is_unreachable(programs: Programs, client: SlurmClient) -> None:
-    programs.say("squeue", err="slurm_load_jobs error: Unable to contact slurm controller (connect failure)", status=1)
-    with pytest.raises(BackendUnreachable, match="Unable to contact"):
-        client.queue_named("orc-x-a1")
 
 
 def test_a_job_that_the_controller_has_forgotten_is_not_an_error(programs: Programs, client: SlurmClient) -> None:

@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from golden_plans import SNAPSHOT
 
-from orc.launchers.backends.base import Snapshot
 from orc.launchers.backends.slurm import SlurmBackend
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
-from orc.launchers.snapshot.manifest import Entry
-from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
-
-SNAPSHOT = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
 
 
 def render(options: dict[str, Any], *, cluster: dict[str, Any] | None = None, **resources: Any) -> str:

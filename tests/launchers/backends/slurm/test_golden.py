@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_plans import GOLDEN, SNAPSHOT, compare
 
-from orc.launchers.backends.base import Placement, Snapshot
+from orc.launchers.backends.base import Placement
 from orc.launchers.backends.slurm import SlurmBackend
 from orc.launchers.ids import AttemptId
 from orc.launchers.plan import Plan
-from orc.launchers.snapshot.manifest import Entry
-from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
-
-GOLDEN = Path(__file__).parents[2] / "golden" / "slurm"
-SNAPSHOT = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smallest": {"script": "train.py", "retry": {"on": []}},
@@ -163,17 +157,9 @@ def script_of(plan: Plan) -> str:
     return script.content
 
 
-def compare(name: str, text: str) -> None:
-    path = GOLDEN / name
-    if os.environ.get("ORC_UPDATE_GOLDEN") == "1":
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert text == path.read_text(), f"{path} differs; ORC_UPDATE_GOLDEN=1 accepts the new text"
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_batch_script_is_the_golden_one(shape: str) -> None:
-    compare(f"{shape}.sbatch", script_of(plan_of(shape)))
+    compare(f"slurm/{shape}.sbatch", script_of(plan_of(shape)))
 
 
 def test_a_cluster_of_its_own_kind_of_installation() -> None:
@@ -183,7 +169,7 @@ def test_a_cluster_of_its_own_kind_of_installation() -> None:
         python="/opt/my env/bin/python",
         options={"bin": "/opt/slurm/bin", "conf": "/etc/slurm-b/slurm.conf", "account": "research"},
     )
-    compare("odd-paths.sbatch", script_of(plan))
+    compare("slurm/odd-paths.sbatch", script_of(plan))
     assert [str(command) for command in plan.commands] == [
         "/opt/slurm/bin/sbatch --parsable '/shared/my orc/jobs/digits-k3f9a2/a1/job.sbatch'"
     ]
@@ -191,7 +177,7 @@ def test_a_cluster_of_its_own_kind_of_installation() -> None:
 
 def test_a_root_in_the_home_directory_of_a_login_node() -> None:
     plan = plan_of("two-nodes", root="~/my orc", python="~/venv/bin/python", options={"login": "me@nowhere.invalid"})
-    compare("home-of-login-node.sbatch", script_of(plan))
+    compare("slurm/home-of-login-node.sbatch", script_of(plan))
     assert [command.argv[2:] for command in plan.commands] == [
         (
             "--chdir=~/my orc/jobs/digits-k3f9a2",
@@ -203,13 +189,13 @@ def test_a_root_in_the_home_directory_of_a_login_node() -> None:
 
 @pytest.mark.parametrize("shape", [*SHAPES, "odd-paths", "home-of-login-node"])
 def test_bash_can_read_every_golden_script(shape: str) -> None:
-    checked = subprocess.run(["bash", "-n", str(GOLDEN / f"{shape}.sbatch")], capture_output=True, text=True)
+    checked = subprocess.run(["bash", "-n", str(GOLDEN / f"slurm/{shape}.sbatch")], capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "odd-paths", "home-of-login-node"])
 def test_the_options_stand_before_the_first_command(shape: str) -> None:
-    lines = (GOLDEN / f"{shape}.sbatch").read_text().splitlines()
+    lines = (GOLDEN / f"slurm/{shape}.sbatch").read_text().splitlines()
     directives = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
     assert directives == list(range(1, len(directives) + 1))
 

@@ -181,6 +181,7 @@ def test_the_components_of_a_heterogeneous_job_end_together() -> None:
         "Unexpected message received",
         "Transport endpoint is not connected",
         "Resource temporarily unavailable",
+        "slurm_receive_msg: Connection refused",
     ],
 )
 def test_a_controller_that_is_away_is_never_a_refusal(tmp_path: Path, said: str) -> None:

@@ -26,7 +26,7 @@ from orc.launchers.backends.tpu.accelerators import check, for_hosts, parse
 )
 def test_a_type_says_how_many_chips_machines_and_processes_there_are(name, chips, hosts, processes) -> None:
     shape = parse(name)
-    assert (shape.chips, shape.hosts, shape.processes_per_host) == (chips, hosts, processes)
+    assert (shape.chips, shape.hosts, shape.chips_per_host) == (chips, hosts, processes)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_plans import SNAPSHOT, compare
 
-from orc.launchers.backends.base import Snapshot
 from orc.launchers.backends.ssh.rendering import hosts_of
 from orc.launchers.backends.tpu import TpuBackend
 from orc.launchers.backends.tpu.rendering import on_workers
@@ -21,13 +21,9 @@ from orc.launchers.backends.tpu.workers import Worker, Workers
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
 from orc.launchers.plan import Plan
-from orc.launchers.snapshot.manifest import Entry
-from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "tpu"
-SNAPSHOT = Snapshot(Bundle.of([Entry.link("code", "a")]), Bundle.of([Entry.link("runtime", "b")]))
 Make = Callable[..., Cluster]
 EVERYTHING: dict[str, Any] = {
     "zones": ["us-central2-b", "europe-west4-a"],
@@ -86,13 +82,9 @@ def test_a_plan_is_what_its_golden_file_says(shape: str, cluster: Make, tmp_path
         key = tmp_path / "key"
         key.with_suffix(".pub").write_text("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5 me@laptop\n")
         options = {**options, "ssh_key": str(key)}
-    text = json.dumps(render(cluster(**options), **spec).to_dict(), indent=2, ensure_ascii=False) + "\n"
-    assert str(tmp_path) not in text
-    path = GOLDEN / f"{shape}.json"
-    if os.environ.get("ORC_UPDATE_GOLDEN") == "1":
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert text == path.read_text()
+    plan = render(cluster(**options), **spec)
+    assert str(tmp_path) not in json.dumps(plan.to_dict())
+    compare(f"tpu/{shape}.json", plan)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -50,9 +50,6 @@ class Directory:
     def get(self, uri: str, offset: int = 0, limit: int | None = None) -> bytes | None:
         return self.path(uri).read_bytes()[offset:][:limit] if self.exists(uri) else None
 
-    def get_many(self, uris: Sequence[str], limit: int) -> dict[str, bytes]:
-        return {uri: data for uri in uris if (data := self.get(uri)) is not None and len(data) <= limit}
-
     def put(self, uri: str, data: bytes | Path) -> None:
         target = self.path(uri)
         target.parent.mkdir(parents=True, exist_ok=True)
