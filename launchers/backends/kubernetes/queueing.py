@@ -45,12 +45,10 @@ def _partition(nodes: Sequence[Any], busy: Collection[str]) -> PartitionReport:
     cpus = [int(each["cpu"].removesuffix("m")) // (1000 if each["cpu"].endswith("m") else 1) for each in able]
     usable = [not node["spec"].get("unschedulable") for node in nodes]
     idle = [ok and node["metadata"]["name"] not in busy for ok, node in zip(usable, nodes, strict=True)]
-    free = sum(count for count, ok in zip(cpus, idle, strict=True) if ok)
+    free, most = sum(count for count, ok in zip(cpus, idle, strict=True) if ok), max(cpus, default=0)
     state, found = "up" if any(usable) else "drain", devices(nodes)
     gres = (tuple(found), tuple(found.values()))
-    return PartitionReport(
-        "nodes", False, state, len(nodes), sum(idle), sum(cpus), free, None, *gres, max(cpus, default=0)
-    )
+    return PartitionReport("nodes", False, state, len(nodes), sum(idle), sum(cpus), free, None, *gres, most)
 
 
 def devices(nodes: Sequence[Any]) -> Counter[str]:

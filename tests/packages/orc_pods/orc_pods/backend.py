@@ -19,6 +19,7 @@ from orc.launchers.backends.verdict import observe
 from orc.launchers.containers.archive import stage
 from orc.launchers.containers.attempt import read_records, remove_private, upload_inputs
 from orc.launchers.containers.layout import AGENT, SOURCE, ContainerLayout, attempt_uri, job_uri, source_digest
+from orc.launchers.containers.objects import ObjectStore
 from orc.launchers.containers.output import text_of
 from orc.launchers.containers.rendering import container_config
 from orc.launchers.errors import SpecError
@@ -36,7 +37,7 @@ class PodOptions(FrozenModel):
 
 
 @dataclass
-class Directory:
+class Directory(ObjectStore):
     """Object store of one directory: an object is the file of its name."""
 
     root: Path
