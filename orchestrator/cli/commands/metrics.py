@@ -290,16 +290,12 @@ def _framed(rows: Sequence[str], ys: tuple[float, float], xs: tuple[float, float
 
 def _filled(points: Curve, width: int) -> list[float]:
     """Return the value of each column."""
-    start, span = points[0][0], points[-1][0] - points[0][0]
-    count = width if span else 1
-    sums = [(0.0, 0)] * count
-    for x, y in points:
-        column = min(int((x - start) / span * count), count - 1) if span else 0
-        total, number = sums[column]
-        sums[column] = (total + y, number + 1)
+    start, end = points[0][0], points[-1][0]
+    count = width if end > start else 1
+    means = _means(points, count, start, end)
     values: list[float] = []
-    for total, number in sums:
-        values.append(total / number if number else values[-1])
+    for column in range(count):
+        values.append(means[column] if column in means else values[-1])
     return values
 
 
