@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from orc.orchestrator.engine.writing import PassReport
     from orc.orchestrator.functions.calls import Call
     from orc.orchestrator.insight.metrics import Reader
-    from orc.orchestrator.ledger.records import Reservation
     from orc.orchestrator.views import GroupView, JobView, ScheduleView
     from orc.orchestrator.workspace import Workspace
 
@@ -66,38 +65,19 @@ class Client(JobsClient):
         """The ledger, the store of snapshots and the backends of the clusters."""
         return self.session.workspace
 
-    @property
-    def clusters_file(self) -> Path:
-        """The file that describes the clusters; it need not exist."""
-        return self.session.clusters_file
-
     def close(self) -> None:
         """Close the ledger, and the connections to clusters."""
         self.session.close()
-
-    def leave_reconciler(self) -> None:
-        """Start a detached reconciler where there is work for one and none runs: live jobs, messages, schedules."""
-        self.session.leave_reconciler()
 
     # -- making jobs
 
     def submit(self, loaded: LoadedJob, *, on_progress: Progress | None = None) -> JobView:
         """Submit a job, exactly once whatever happens to this process.
 
-        Args:
-            loaded: The job.
-            on_progress: Called with ``("size", {files, bytes, folders, limit})`` before a file is read (what it raises
-                then ends the submission), ``("hash", {bytes, done})``, ``("scan", {files})``,
-                ``("snapshot", {bytes, done})``, ``("finding", {level, what, ...})``,
-                ``("environment", {files, bytes})`` when one travels with the job, ``("stage", {})`` and
-                ``("submit", {})``.
-
-        Returns:
-            The job as it is now: at its cluster, or QUEUED where there is no room for it.
-
-        Raises:
-            SpecError: *loaded* describes several jobs.
-            LaunchError: The job certainly does not run.
+        *on_progress* is called with ``("size", {files, bytes, folders, limit})`` before a file is read (what it raises
+        then ends the submission), ``("hash", {bytes, done})``, ``("scan", {files})``, ``("snapshot", {bytes, done})``,
+        ``("finding", {level, what, ...})``, ``("environment", {files, bytes})`` when one travels with the job,
+        ``("stage", {})`` and ``("submit", {})``. Raises `SpecError` where *loaded* describes several jobs.
         """
         from orc.orchestrator.engine.progress import silent
         from orc.orchestrator.engine.snapshots import take
@@ -364,10 +344,6 @@ class Client(JobsClient):
         """
         return self.session.refresh(job_ids, cluster=cluster, patience_s=patience_s, max_age_s=max_age_s)
 
-    def is_remote(self, clusters: set[str]) -> bool:
-        """Return True when one of *clusters* is polled over a network or by its commands, not by reading files here."""
-        return self.session.is_remote(clusters)
-
     def refresh_within(self, job_ids: Sequence[str], seconds: float) -> None:
         """Run one pass over *job_ids*; wait *seconds* for it at most."""
         from orc.orchestrator.engine.pass_loop import BackgroundPasses
@@ -399,10 +375,6 @@ class Client(JobsClient):
         from orc.orchestrator.clients.waiting import tick
 
         return tick(self.session, job_id)
-
-    def reservations(self, cluster: str | None = None) -> list[Reservation]:
-        """Return the hosts that attempts hold (of *cluster*, if given), by cluster and host."""
-        return self.workspace.ledger.reservations(cluster)
 
     def read_log(
         self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0

@@ -257,7 +257,7 @@ def named_flags(words: Sequence[str]) -> dict[str, Any] | None:
             return None
         else:
             named[name].append(word)
-    found = {key: values if len(values) > 1 else values[0] if values else True for key, values in named.items()}
+    found = {key: values if len(values) > 1 else next(iter(values), True) for key, values in named.items()}
     try:
         return found if flags(found) == tuple(words) else None
     except LocatedError:

@@ -119,5 +119,5 @@ def _of_ledger(reconciler: bool) -> Client:
         where = client.workspace.ledger.database.url.removeprefix("sqlite:///")
         do = "free some space: jobs go on, what becomes of them is recorded later, retries wait"
         reporting.warn(Finding("warning", f"the ledger can only be read: {why}", where, do))
-    client.leave_reconciler()
+    client.session.leave_reconciler()
     return client

@@ -97,9 +97,9 @@ def _few(parse: Callable[[str], Any]) -> list[str]:
 
 
 def _clusters() -> list[str]:
-    from orc.launchers.spec.clusters import load_clusters
+    from orc.launchers.spec.clusters import read_clusters
 
-    return list(load_clusters())
+    return list(read_clusters()[0])
 
 
 _LISTED: Mapping[tuple[str, ...], Callable[[], Sequence[str]]] = {

@@ -163,12 +163,11 @@ def _write(
 ) -> JobRecord:
     """Write one attempt: it is at its backend, or was followed by the next one."""
     from orc.orchestrator.engine.delivery import accepted  # on use: an empty `orc list` looks for lost jobs, too
-    from orc.orchestrator.engine.writing import write
 
     job = tx.prepare(job, handle.marker, "", placement)
     sent = Event(Kind.SUBMITTING, job.number, {"plan": ""})
     job = tx.record(job, sent, attempt_set={"submitted_at": handle.submitted_at or tx.now})
-    job = write(tx, job, accepted(Kind.ACCEPTED, job, handle, tx.now, sent_to))
+    (job,) = tx.record_all([(job, accepted(Kind.ACCEPTED, job, handle, tx.now, sent_to))])
     if last:
         return job
     over: Mapping[str, Any] = {"cause": "node_failure", "reason": _BEFORE}

@@ -30,7 +30,7 @@ PATIENCE_S = 15.0
 
 
 class Passes(Protocol):
-    """Open ledger with which passes are run: a session of it, or a client."""
+    """Open ledger with which passes are run: a session of it."""
 
     def __enter__(self) -> Self: ...
 

@@ -16,16 +16,16 @@ from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
 from orc.orchestrator.engine import cron as times
-from orc.orchestrator.engine import job_secrets, updates
+from orc.orchestrator.engine import job_secrets
 from orc.orchestrator.engine.placement import render_anywhere
-from orc.orchestrator.engine.submission import CheckedJob, record
+from orc.orchestrator.engine.submission import CheckedJob, record, row_of
 from orc.orchestrator.ledger import groups, schedules
 from orc.orchestrator.ledger.errors import Conflict
-from orc.orchestrator.ledger.records import NewJob
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
     from orc.orchestrator.engine.submission import Submission
+    from orc.orchestrator.ledger.records import NewJob
     from orc.orchestrator.ledger.schedules import ScheduleRecord
     from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace
@@ -141,22 +141,10 @@ def _fire(ws: Workspace, schedule: ScheduleRecord) -> str | None:
 
 def _job(schedule: ScheduleRecord, now: float) -> NewJob:
     spec: Mapping[str, Any] = schedule.spec["job"]
-    return NewJob(
-        id=new_job_id(spec["name"]),
-        name=spec["name"],
-        cluster=spec["cluster"],
-        backend=schedule.spec["backend"],
-        source=f"schedule:{schedule.id}",
-        spec=spec,
-        digests=schedule.digests,
-        tags=spec["tags"],
-        origin=schedule.spec["origin"],
-        owner=schedule.owner,
-        project=spec.get("project") or "",
-        priority=spec.get("priority", 0),
-        group_id=schedule.id,
-        deadline_at=updates.deadline_at(spec.get("deadline"), now),
-    )
+    return row_of(
+        spec, now, id=new_job_id(spec["name"]), backend=schedule.spec["backend"], source=f"schedule:{schedule.id}",
+        digests=schedule.digests, origin=schedule.spec["origin"], owner=schedule.owner, group_id=schedule.id,
+    )  # fmt: skip
 
 
 def _with_secrets(ws: Workspace, schedule: ScheduleRecord, new: NewJob) -> CheckedJob:

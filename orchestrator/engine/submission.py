@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import SpecError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
-from orc.orchestrator.engine import attempt_inputs, job_files, job_secrets
-from orc.orchestrator.engine import delivery as steps
+from orc.orchestrator.engine import attempt_inputs, delivery, job_files, job_secrets
 from orc.orchestrator.engine.admission import required, waiting_reason
 from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import RenderedPlan, render_anywhere
@@ -108,7 +107,7 @@ def submit(
             dispatch(ws, records, report, NewJobs(progress, rendered))
         except KeyboardInterrupt:
             for current in ws.ledger.jobs(ids):
-                steps.abandon(ws, current)
+                delivery.abandon(ws, current)
             raise
         finally:
             ws.give_back(*ids)
@@ -182,24 +181,20 @@ def check(ws: Workspace, submissions: Sequence[Submission]) -> list[CheckedJob]:
 
 
 def _row(ws: Workspace, one: Submission, spec: JobSpec, kind: str) -> NewJob:
-    return NewJob(
-        id=one.id,
-        name=spec.name,
-        cluster=spec.cluster,
-        backend=kind,
-        source=one.source,
-        spec=ws.subscribed(spec).model_dump(mode="json"),
-        digests=one.snapshot.digests,
-        tags=spec.tags,
-        origin=ws.origin,
-        owner=one.owner,
-        project=spec.project or "",
-        priority=spec.priority,
-        group_id=one.group,
-        group_index=one.number,
+    return row_of(
+        ws.subscribed(spec).model_dump(mode="json"), ws.clock(), id=one.id, backend=kind, source=one.source,
+        digests=one.snapshot.digests, origin=ws.origin, owner=one.owner, group_id=one.group, group_index=one.number,
         not_before=one.not_before,
-        deadline_at=deadline_at(spec.deadline, ws.clock()),
-    )
+    )  # fmt: skip
+
+
+def row_of(spec: Mapping[str, Any], now: float, **columns: Any) -> NewJob:
+    """Return the new job of a specification as it is stored, submitted *now*; *columns* are what does not follow."""
+    named = {name: spec[name] for name in ("name", "cluster", "tags")}
+    return NewJob(
+        spec=spec, **named, project=spec.get("project") or "", priority=spec.get("priority", 0),
+        deadline_at=deadline_at(spec.get("deadline"), now), **columns,
+    )  # fmt: skip
 
 
 def _with_ids(ws: Workspace, spec: JobSpec, stages: Mapping[str, str]) -> JobSpec:

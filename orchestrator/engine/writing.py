@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace
-
-if TYPE_CHECKING:
-    from orc.orchestrator.ledger.transaction import Transaction
-
-
-def write(tx: Transaction, job: JobRecord, made: JobUpdate) -> JobRecord:
-    """Write *made* about *job*. Raises what `Transaction.record` raises."""
-    return tx.record(
-        job,
-        *made.events,
-        job_set=made.job_set,
-        attempt_set=made.attempt_set,
-        failed_hosts=made.failed_hosts,
-        vacate=made.vacate,
-    )
 
 
 def apply(

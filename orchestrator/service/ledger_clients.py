@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from orc.orchestrator.client import Client
+from orc.orchestrator.engine.pass_loop import stamp
 from orc.orchestrator.insight.curves import MeasuredJobs
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.service.slow_reads import LOOK_S
@@ -38,14 +38,14 @@ class LedgerClients:
         """
         kept = self._free.get()
         try:
-            if kept is not None and kept[1] != _stamp(kept[0].clusters_file):
+            if kept is not None and kept[1] != stamp(kept[0].session.clusters_file):
                 kept[0].close()
                 kept = None
             if kept is None:
                 client = self._open()
                 client.session.serves = True
                 client.session.measured = self._measured
-                kept = (client, _stamp(client.clusters_file))
+                kept = (client, stamp(client.session.clusters_file))
             ledger = kept[0].workspace.ledger
             if writes and ledger.volatile:
                 raise LedgerError(f"the ledger can only be read: {ledger.volatile}", hint="free some space")
@@ -67,11 +67,3 @@ class LedgerClients:
             if kept is not None:
                 kept[0].close()
             self._free.put(None)
-
-
-def _stamp(path: Path) -> object:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -228,7 +228,7 @@ def _deliverer(open_client: Callable[[], Client]) -> Deliverer:
 
 def _start_reconciler(service: Service, open_client: Callable[[], Client], stop: threading.Event) -> threading.Thread:
     """Return the thread that runs the passes."""
-    threads = ReconcilerThreads(open_client)
+    threads = ReconcilerThreads(lambda: open_client().session)
     service.reconciler_status = lambda: threads.status
     thread = threading.Thread(target=threads.run, args=(stop,), name="orc-reconciler", daemon=True)
     thread.start()

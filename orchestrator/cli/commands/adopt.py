@@ -37,7 +37,7 @@ def command(dry_run: bool, as_json: bool) -> int:
         with waiting(f"asking the clusters about {len(kept)} jobs"):
             found = [job_files.adopt(ws, one) for one in kept]
             client.refresh([one.job for one in found if one.attempts])
-        client.leave_reconciler()
+        client.session.leave_reconciler()
     if as_json:
         output.echo_json({"dry_run": dry_run, "jobs": [asdict(one) for one in found]})
     elif not found:

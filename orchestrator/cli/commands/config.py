@@ -66,7 +66,9 @@ def command(ctx: click.Context, config_file: Path | None, force: bool, as_json: 
     $XDG_CACHE_HOME/huggingface/accelerate, or ~/.cache/huggingface/accelerate, unless --config-file names another.
     """
     if ctx.invoked_subcommand is not None:
-        ctx.obj = {"config_file": config_file, "force": force, "as_json": as_json}
+        before = {"config_file": config_file, "file": config_file, "force": force, "as_json": as_json}
+        given = {name: value for name, value in before.items() if value}
+        ctx.default_map = dict.fromkeys(command.commands, given)
         return
     from orc.launchers.accelerate.defaults import write_config
     from orc.launchers.accelerate.wizard import interview
@@ -96,18 +98,6 @@ def main() -> NoReturn:
     sys.exit(orc())
 
 
-def _inherit(
-    ctx: click.Context, config_file: Path | None, force: bool, as_json: bool
-) -> tuple[Path | None, bool, bool]:
-    """Return the options, also where they stand before the name of the sub-command."""
-    before = ctx.obj or {}
-    return (
-        config_file or before.get("config_file"),
-        force or before.get("force", False),
-        as_json or before.get("as_json", False),
-    )
-
-
 @command.command(
     "default", short_help="Write a file for this machine without asking.", context_settings=EITHER_SPELLING
 )
@@ -115,10 +105,7 @@ def _inherit(
 @click.option("--mixed-precision", type=click.Choice(["no", "fp16", "bf16", "fp8"]), default="no", show_default=True)
 @_force_option
 @json_option
-@click.pass_context
-def default_command(
-    ctx: click.Context, config_file: Path | None, mixed_precision: str, force: bool, as_json: bool
-) -> None:
+def default_command(config_file: Path | None, mixed_precision: str, force: bool, as_json: bool) -> None:
     """Write a configuration for this machine, with all of its GPUs, without a question.
 
     An existing file stays as it is.
@@ -126,7 +113,6 @@ def default_command(
     from orc.launchers.accelerate.defaults import basic_config, write_config
     from orc.launchers.agent.gpus import gpu_count
 
-    config_file, force, as_json = _inherit(ctx, config_file, force, as_json)
     path = _target(config_file)
     if path.exists() and not force:
         echo(f"{path} exists already and was not changed; --force replaces it", err=True)
@@ -143,12 +129,10 @@ def default_command(
 )
 @_file_option
 @json_option
-@click.pass_context
-def update_command(ctx: click.Context, config_file: Path | None, as_json: bool) -> None:
+def update_command(config_file: Path | None, as_json: bool) -> None:
     """Add the defaults that a configuration file does not have yet; its values stay, under today's names."""
     from orc.launchers.accelerate.defaults import updated, write_config
 
-    config_file, _, as_json = _inherit(ctx, config_file, False, as_json)
     config = _read(config_file)
     values = updated(config)
     write_config(values, config.path, overwrite=True)
@@ -159,10 +143,8 @@ def update_command(ctx: click.Context, config_file: Path | None, as_json: bool) 
 @command.command("show", short_help="Print the file that a launch reads.", context_settings=EITHER_SPELLING)
 @_file_option
 @json_option
-@click.pass_context
-def show_command(ctx: click.Context, config_file: Path | None, as_json: bool) -> None:
+def show_command(config_file: Path | None, as_json: bool) -> None:
     """Print the configuration file that a launch reads, checked, and where it is."""
-    config_file, _, as_json = _inherit(ctx, config_file, False, as_json)
     config = _read(config_file)
     if as_json:
         echo_json({"file": str(config.path.absolute()), "values": config.document.data, "notes": list(config.notes)})
@@ -183,18 +165,14 @@ def show_command(ctx: click.Context, config_file: Path | None, as_json: bool) ->
 @click.option("--script", metavar="PATH", default="train.py", show_default=True, help="Script of the job.")
 @click.option("--name", metavar="NAME", help="The job's name; that of FILE unless given.")
 @json_option
-@click.pass_context
-def convert_command(
-    ctx: click.Context, file: Path | None, out: Path | None, script: str, name: str | None, as_json: bool
-) -> None:
+def convert_command(file: Path | None, out: Path | None, script: str, name: str | None, as_json: bool) -> None:
     """Convert a configuration FILE of Accelerate to a job file, and an entry of clusters.yaml where one is needed.
 
     Without FILE it is the default file. A note says what becomes of each key without an equivalent.
     """
     from orc.launchers.accelerate.convert import convert
 
-    config_file, _, as_json = _inherit(ctx, file, False, as_json)
-    made = convert(_read(config_file), script=script, name=name)
+    made = convert(_read(file), script=script, name=name)
     files = _write_all(made, out) if out is not None else []
     if as_json:
         _print_json(made, files)
@@ -224,10 +202,8 @@ def examples() -> dict[str, Path]:
 @command.command("examples", short_help="List converted examples, or print one.", context_settings=EITHER_SPELLING)
 @click.argument("name", required=False)
 @json_option
-@click.pass_context
-def examples_command(ctx: click.Context, name: str | None, as_json: bool) -> None:
+def examples_command(name: str | None, as_json: bool) -> None:
     """List the examples of Accelerate's documentation as job files, or print the one called NAME."""
-    as_json = _inherit(ctx, None, False, as_json)[2]
     known = examples()
     if name is None:
         rows = [(key, *_facts(folder)) for key, folder in known.items()]

@@ -112,11 +112,11 @@ def torch_facts() -> dict[str, Any] | None:
 
 
 def _clusters() -> list[dict[str, str]] | str:
-    """Return names and kinds of the clusters; what is wrong with their file instead."""
-    from orc.launchers.spec.clusters import load_clusters
+    """Return names and kinds of the clusters that are described well; what is wrong with their file instead."""
+    from orc.launchers.spec.clusters import read_clusters
 
     try:
-        return [{"name": name, "kind": cluster.kind} for name, cluster in load_clusters().items()]
+        return [{"name": name, "kind": cluster.kind} for name, cluster in read_clusters()[0].items()]
     except LaunchError as error:
         return f"error: {error.what}"
 

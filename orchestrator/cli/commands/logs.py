@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from orc.launchers.attempts.records import LogChunk, LogSelector
 from orc.launchers.errors import LaunchError
-from orc.launchers.findings import Finding
 from orc.orchestrator.cli.options import MOMENT, json_option, newest_job_argument
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui import output, reporting
@@ -77,7 +76,7 @@ def command(
         listed = list_logs(client.session, job_id, number) if number else Logs(0, [])
     selectors, silent = selection.of(listed.logs, final=True), dict(listed.unreachable)
     if not selectors and not following:
-        _warn_of_hosts(silent)
+        reporting.warn_unreachable(silent, _MISSING, "host")
         raise _no_logs(view, number, listed.logs)
     single = selection.single(view.spec) if following else len(selectors) == 1
     coloured = output.coloured() if colours is None else colours
@@ -105,13 +104,8 @@ def command(
     finally:
         sink.finish()
     silent |= cursor.unreachable
-    _warn_of_hosts(silent)
+    reporting.warn_unreachable(silent, _MISSING, "host")
     return int(reporting.ExitCode.UNREACHABLE if silent else reporting.ExitCode.OK)
-
-
-def _warn_of_hosts(silent: Mapping[str, str]) -> None:
-    for host, why in silent.items():
-        reporting.warn(Finding("warning", why, host, "its logs are missing here; try again when it answers"))
 
 
 def _compiled(pattern: str | None) -> re.Pattern[bytes] | None:
@@ -144,6 +138,7 @@ def _no_logs(view: JobView, number: int, existing: Sequence[LogSelector]) -> Lau
     return LaunchError(what, where=f"{view.id} attempt {number}" if number else view.id, hint=hint)
 
 
+_MISSING = "its logs are missing here; try again when it answers"
 _LOOK = 64 << 10  # bytes of a log in which a time is looked for at all
 
 

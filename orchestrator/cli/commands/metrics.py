@@ -55,10 +55,7 @@ def command(jobs: tuple[str, ...], following: bool, wanted: tuple[str, ...], tai
         _compare(client, list(dict.fromkeys(client.resolve(job) for job in jobs)), wanted or ("loss",), as_json)
         return
     job_id = client.resolve(jobs[0] if jobs else "@last")
-    with waiting(f"reading the measurements of {job_id}"):
-        reader = client.metrics(job_id)
-        lines = reader.read()
-    reporting.warn_unreachable({host: e.what for host, e in reader.unreachable.items()}, "its part is missing below")
+    reader, lines = _read(client, job_id)
     if not following and not lines:
         raise _nothing(client, job_id)
     if as_json:
@@ -83,6 +80,16 @@ def command(jobs: tuple[str, ...], following: bool, wanted: tuple[str, ...], tai
         echo(text)
 
 
+def _read(client: JobsClient, job_id: str) -> tuple[MetricsReader, list[Line]]:
+    """Return a reader and what it has read; warn about hosts that did not answer."""
+    with waiting(f"reading the measurements of {job_id}"):
+        reader = client.metrics(job_id)
+        lines = reader.read()
+    silent = {host: error.what for host, error in reader.unreachable.items()}
+    reporting.warn_unreachable(silent, f"its part of {job_id} is missing below", "host")
+    return reader, lines
+
+
 def _compare(client: JobsClient, job_ids: Sequence[str], wanted: Sequence[str], as_json: bool) -> None:
     """Print the last values of several jobs, and their curves over one another."""
     import shutil
@@ -91,13 +98,7 @@ def _compare(client: JobsClient, job_ids: Sequence[str], wanted: Sequence[str], 
 
     if len(job_ids) > len(MARKS):
         raise LaunchError(f"{len(job_ids)} curves cannot be told apart", hint=f"give {len(MARKS)} jobs at most")
-    measured: dict[str, Sequence[Line]] = {}
-    for job_id in job_ids:
-        with waiting(f"reading the measurements of {job_id}"):
-            reader = client.metrics(job_id)
-            measured[job_id] = reader.read()
-        missing = {host: error.what for host, error in reader.unreachable.items()}
-        reporting.warn_unreachable(missing, f"its part of {job_id} is missing below")
+    measured = {job_id: _read(client, job_id)[1] for job_id in job_ids}
     if as_json:
         for job_id, lines in measured.items():
             _print_json([{"job": job_id, **line} for line in lines])
@@ -290,16 +291,12 @@ def _framed(rows: Sequence[str], ys: tuple[float, float], xs: tuple[float, float
 
 def _filled(points: Curve, width: int) -> list[float]:
     """Return the value of each column."""
-    start, span = points[0][0], points[-1][0] - points[0][0]
-    count = width if span else 1
-    sums = [(0.0, 0)] * count
-    for x, y in points:
-        column = min(int((x - start) / span * count), count - 1) if span else 0
-        total, number = sums[column]
-        sums[column] = (total + y, number + 1)
+    start, end = points[0][0], points[-1][0]
+    count = width if end > start else 1
+    means = _means(points, count, start, end)
     values: list[float] = []
-    for total, number in sums:
-        values.append(total / number if number else values[-1])
+    for column in range(count):
+        values.append(means[column] if column in means else values[-1])
     return values
 
 

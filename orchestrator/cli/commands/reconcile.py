@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @json_option
 def reconcile(as_json: bool) -> None:
     """Run passes until every job has ended; ends at once where another process does that."""
-    from orc.orchestrator.client import Client
+    from orc.orchestrator.api.session import LedgerSession
     from orc.orchestrator.engine import detached
     from orc.orchestrator.notifications.delivery import Deliverer, drain
 
@@ -34,13 +34,13 @@ def reconcile(as_json: bool) -> None:
             echo(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
     def open_ledger() -> Ledger:
-        return Client(reconciler=False).workspace.ledger
+        return LedgerSession(reconciler=False).workspace.ledger
 
     with Deliverer(open_ledger, report_line=report_line):
-        detached.run(lambda: Client(reconciler=False), report_line)
-    with Client(reconciler=False) as client:
+        detached.run(lambda: LedgerSession(reconciler=False), report_line)
+    with LedgerSession(reconciler=False) as session:
         # The last job's end is told, too.
-        drain(client.workspace.ledger, lambda: not client.workspace.state_dir.is_dir())
+        drain(session.workspace.ledger, lambda: not session.workspace.state_dir.is_dir())
 
 
 @click.command("tick", hidden=True)

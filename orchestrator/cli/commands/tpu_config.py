@@ -78,6 +78,7 @@ def command(
     """
     from orc.launchers.backends import open_backend
     from orc.launchers.hosts.commands import Script
+    from orc.launchers.local_build import wheel as local_wheel
 
     config = _config(config_file) if config_file else {}
     zone, name = tpu_zone or config.get("tpu_zone"), tpu_name or config.get("tpu_name")
@@ -89,7 +90,7 @@ def command(
     given = commands or tuple(config.get("commands", ()))
     file = command_file or (None if commands else config.get("command_file"))
     python = (chosen.python if chosen else None) or "python3"
-    wheel = _local_build() if install and version == "dev" else None
+    wheel = local_wheel() if install and version == "dev" else None
     lines = [
         *([_install(python, version, wheel[0] if wheel else "")] if install else []),
         *(_commands_of(Path(file)) if file else []),
@@ -112,12 +113,6 @@ def command(
         return run_and_report(transports, script, timeout, document=document, noun="worker")
     finally:
         backend.close()
-
-
-def _local_build() -> tuple[str, bytes]:
-    from orc.launchers.local_build import wheel
-
-    return wheel()
 
 
 def _copy(transports: Mapping[str, Transport], name: str, content: bytes) -> None:
@@ -153,14 +148,14 @@ def _cluster(name: str | None, zone: str | None, *, needed: bool) -> Cluster | N
 
     `None` where none is written down and none is *needed*.
     """
-    from orc.launchers.spec.clusters import get_cluster, load_clusters
+    from orc.launchers.spec.clusters import get_cluster, read_clusters
 
     if name is not None:
         cluster = get_cluster(name)
         if not _makes_machines(cluster):
             raise SpecError(f"{name} is of kind {cluster.kind}, not tpu", hint="`orc clusters` lists the clusters.")
     else:
-        found = [one for one in load_clusters().values() if _makes_machines(one)]
+        found = [one for one in read_clusters()[0].values() if _makes_machines(one)]
         if not found and not needed:
             return None
         if not found:

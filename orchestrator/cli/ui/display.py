@@ -18,7 +18,6 @@ import click
 from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import SpecError
 from orc.launchers.findings import Finding
-from orc.orchestrator.cli.ui import questions
 from orc.orchestrator.cli.ui.output import clock, duration, echo, rendered, size
 from orc.orchestrator.cli.ui.reporting import warn
 
@@ -214,6 +213,8 @@ def submission_progress(*, silent: bool, yes: bool) -> Iterator[Callable[[str, M
 
 def _agree_to_size(values: Mapping[str, Any]) -> None:
     """Confirm that a large snapshot is meant. Raises `SpecError` where there is no terminal, and as `ask`."""
+    from orc.orchestrator.cli.ui import questions
+
     folders = ", ".join(f"{folder} ({size(count)})" for folder, count in values["folders"])
     what = f"the snapshot would hold {size(values['bytes'])} in {values['files']} files"
     what += f", more than {size(values['limit'])}"

@@ -109,10 +109,10 @@ def block(fields: dict[str, Any], label: str = "error") -> str:
     return "\n".join(lines)
 
 
-def warn_unreachable(unreachable: Mapping[str, str], do: str) -> None:
-    """Warn about clusters that did not answer: cluster -> reason."""
-    for cluster, why in unreachable.items():
-        warn(Finding("warning", why, f"cluster {cluster}", do))
+def warn_unreachable(unreachable: Mapping[str, str], do: str, what: str = "cluster") -> None:
+    """Warn about clusters, or *what* else, that did not answer: name -> reason."""
+    for name, why in unreachable.items():
+        warn(Finding("warning", why, f"{what} {name}", do))
 
 
 def finding_text(finding: Finding) -> str:

@@ -1,24 +1,34 @@
-"""Routes that bring snapshots: the contents, and the manifests that make trees of them."""
+"""Routes that bring snapshots: the contents, and the manifests that make trees of them.
+
+What clients send is written beside the store, checked, and made visible together. The store is one for all, by digest.
+Whoever wants to use a content has to have sent it, so that nobody gets what others have left by asking for its digest,
+which job views show.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+import os
+import pathlib
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import anyio.to_thread
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from orc.launchers.errors import BundleError
+from orc.launchers.errors import BundleError, LaunchError
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.manifest import SYMLINK, Bundle
+from orc.launchers.snapshot.manifest import FILE, SYMLINK, Bundle, Entry
+from orc.launchers.snapshot.tree_store import FULL, write_content
+from orc.launchers.transfer import wire
 from orc.orchestrator.api.access import MissingContents
 from orc.orchestrator.api.rights import Kind, shows
 from orc.orchestrator.api.submitting import missing_contents
-from orc.orchestrator.service import contents
+from orc.orchestrator.ledger import content_holders
+from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.errors import ApiError
@@ -45,8 +55,8 @@ async def receive_contents(request: Request, service: ServiceDep, principal: Pri
         stream = staging / "stream"
         with stream.open("wb") as file:  # first the whole: a client that is slow holds no thread
             async for piece in _pieces(request):
-                await anyio.to_thread.run_sync(contents.append, file, piece)
-        hashes = await anyio.to_thread.run_sync(contents.publish, store, staging, stream)
+                await anyio.to_thread.run_sync(_append, file, piece)
+        hashes = await anyio.to_thread.run_sync(publish, store, staging, stream)
         await anyio.to_thread.run_sync(_note_holder, service, principal.user, hashes)
     return JSONResponse({"contents": len(hashes)})
 
@@ -80,7 +90,7 @@ def _store(service: Service) -> ContentStore:
 
 def _note_holder(service: Service, user: str, hashes: list[str]) -> None:
     with service.clients.client(writes=True) as client:
-        contents.note_holder(client.workspace.ledger, user, hashes)
+        note_holder(client.workspace.ledger, user, hashes)
 
 
 def _make_tree(service: Service, user: str, digest: str, text: bytes) -> list[str]:
@@ -103,7 +113,7 @@ def _make_tree(service: Service, user: str, digest: str, text: bytes) -> list[st
             return missing
         if not store.use(digest) and (missing := _build(store, bundle)):
             return missing
-        contents.note_holder(ledger, user, [digest])
+        note_holder(ledger, user, [digest])
     return []
 
 
@@ -128,3 +138,45 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
             held, size = [], 0
     if held:
         yield b"".join(held)
+
+
+def note_holder(ledger: Ledger, user: str, digests: Sequence[str]) -> None:
+    """Remember that *user* has what *digests* name. Raises `LedgerError`."""
+    with ledger.transaction() as tx:
+        content_holders.add(tx.connection, user, digests, tx.now)
+
+
+def _append(file: BinaryIO, piece: bytes) -> None:
+    """Write the next bytes of a stream of contents. Raises `BundleError`."""
+    try:
+        file.write(piece)
+    except OSError as error:
+        raise _explained(error) from None
+
+
+def publish(store: ContentStore, staging: pathlib.Path, stream: pathlib.Path) -> list[str]:
+    """Check the contents of the file *stream*, and make all visible; return their hashes.
+
+    Raises `BundleError` for what is no stream, or has a content twice; `ApiError` for one that is not what it says.
+    """
+    entries: list[Entry] = []
+    try:
+        with stream.open("rb") as file:
+            for sha256, size, chunks in wire.receive_contents(file, maybe_gzipped=False):
+                entry = Entry(sha256, FILE, sha256, size)
+                if not write_content(chunks, os.fsencode(staging / "objects" / sha256), entry, 0o400):
+                    raise ApiError(422, "the content does not match its hash", where=sha256)
+                entries.append(entry)
+        store.publish(staging, entries)
+    except wire.WireError as error:
+        raise BundleError(str(error), hint="submit again") from None
+    except FileExistsError as error:
+        raise BundleError("the same content comes twice", where=os.fsdecode(error.filename)[-64:]) from None
+    except OSError as error:
+        raise _explained(error) from None
+    return [entry.sha256 for entry in entries]
+
+
+def _explained(error: OSError) -> LaunchError:
+    hint = "an administrator frees some space" if error.errno in FULL else ""
+    return BundleError(f"the service cannot store the contents: {error.strerror or error}", hint=hint)

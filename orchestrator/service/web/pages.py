@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -82,53 +83,24 @@ def login_page() -> HTMLResponse:
     return page("login.html")
 
 
-@router.get("/")
-@public
-def jobs_page(request: Request) -> Response:
-    """Return the page of all jobs."""
-    return page_of_a_session(request, "jobs.html", "/")
+def _endpoint(template: str, here: str) -> Callable[[Request], Response]:
+    def shown(request: Request) -> Response:
+        return page_of_a_session(request, template, here, **request.path_params)
+
+    return public(shown)
 
 
-@router.get("/jobs/{job_id}")
-@public
-def job_page(request: Request, job_id: str) -> Response:
-    """Return the page of one job."""
-    return page_of_a_session(request, "job.html", job_id=job_id)
-
-
-@router.get("/groups/{group_id}")
-@public
-def group_page(request: Request, group_id: str) -> Response:
-    """Return the page of a sweep, an array or a pipeline."""
-    return page_of_a_session(request, "group.html", group_id=group_id)
-
-
-@router.get("/compare")
-@public
-def compare_page(request: Request) -> Response:
-    """Return the page that puts jobs side by side."""
-    return page_of_a_session(request, "compare.html")
-
-
-@router.get("/clusters")
-@public
-def clusters_page(request: Request) -> Response:
-    """Return the page of the clusters."""
-    return page_of_a_session(request, "clusters.html", "/clusters")
-
-
-@router.get("/schedules")
-@public
-def schedules_page(request: Request) -> Response:
-    """Return the page of schedules and quotas."""
-    return page_of_a_session(request, "schedules.html", "/schedules")
-
-
-@router.get("/admin")
-@public
-def admin_page(request: Request) -> Response:
-    """Return the page of tokens and the audit log."""
-    return page_of_a_session(request, "admin.html", "/admin")
+# Path, template, and the address of the entry of the menu.
+for _path, _name, _here in (
+    ("/", "jobs", "/"),
+    ("/jobs/{job_id}", "job", ""),
+    ("/groups/{group_id}", "group", ""),
+    ("/compare", "compare", ""),
+    ("/clusters", "clusters", "/clusters"),
+    ("/schedules", "schedules", "/schedules"),
+    ("/admin", "admin", "/admin"),
+):
+    router.add_api_route(_path, _endpoint(f"{_name}.html", _here), name=f"{_name}_page")
 
 
 def add_pages(app: FastAPI) -> None:

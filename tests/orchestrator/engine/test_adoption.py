@@ -80,7 +80,7 @@ def test_hosts_of_an_adopted_job_are_kept_for_it(orc_home, tmp_path, clock, job_
         job = client.submit(job_file(resources={"nodes": 2}))
     again = lose(backend)
     adopt_all(again)
-    assert again.reservations() == [
+    assert again.workspace.ledger.reservations() == [
         Reservation("local", host, job.id, 1, node, 1, clock.now) for node, host in enumerate(("n1", "n2"))
     ]
 

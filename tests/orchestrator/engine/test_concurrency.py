@@ -62,7 +62,7 @@ with Client(state, backend_of=lambda _: backend) as client:
         client.refresh()
         rows = client.jobs(limit=None)
         used = Counter()
-        for r in client.reservations():
+        for r in client.workspace.ledger.reservations():
             used[r.host] += r.slots
         assert all(used[host] <= slots for host, slots in backend.hosts.items()), used
         if len(rows) == 10 and all(row.ended_at for row in rows):
@@ -157,7 +157,7 @@ def test_two_laptops_that_want_the_same_hosts_never_share_a_slot_and_get_all_the
     views = [client.job(row.id) for row in client.jobs(limit=None)]
     assert [view.state for view in views] == ["SUCCEEDED"] * 10
     assert sorted(backend.calls("run")) == sorted(view.attempt.marker for view in views)
-    assert client.reservations() == []
+    assert client.workspace.ledger.reservations() == []
     for view in views:
         check_history(client, view.id)
 
@@ -196,7 +196,7 @@ def test_hosts_are_kept_while_they_are_looked_at_and_another_laptop_takes_others
     crowded.preflight = slow_look
     view = mine.submit(loaded)
     assert (view.attempt.hosts, taken) == (("n1",), ["n2"])
-    assert sorted(r.host for r in mine.reservations()) == ["n1", "n2"]
+    assert sorted(r.host for r in mine.workspace.ledger.reservations()) == ["n1", "n2"]
     assert mine.submit(loaded).state == "QUEUED"
 
 

@@ -13,6 +13,7 @@ import pytest
 from hosts_testbed import eventually
 
 from orc.launchers.backends.base import Phase
+from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import detached, fault_points, pass_loop
 
@@ -130,7 +131,7 @@ def serve(orc_home, backend, clock):
             said.append(text)
             on_say(text)
 
-        detached.run(lambda: Client(backend_of=lambda _: backend, clock=clock, sleep=sleep), say)
+        detached.run(lambda: LedgerSession(backend_of=lambda _: backend, clock=clock, sleep=sleep), say)
         return said
 
     return run

@@ -432,7 +432,7 @@ class Lives(RuleBasedStateMachine):
             return
         promised, used = Counter[str](), Counter[str]()
         held: dict[str, list[str]] = {}
-        for reservation in sorted(self.observer.reservations(), key=lambda r: r.node):
+        for reservation in sorted(self.observer.workspace.ledger.reservations(), key=lambda r: r.node):
             promised[reservation.host] += reservation.slots
             held.setdefault(reservation.marker, []).append(reservation.host)
         for run in self.world.alive():

@@ -206,11 +206,6 @@ def test_what_has_not_failed_is_not_submitted_again(client, backend, group_file)
         groups.resubmit(client.session, view.id)
 
 
-def test_a_file_of_a_sweep_is_no_single_job(client, job_file):
-    with pytest.raises(SpecError, match="describes several jobs"):
-        client.submit(job_file(array=3))
-
-
 # -- pipelines
 
 

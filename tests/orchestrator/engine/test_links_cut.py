@@ -288,7 +288,7 @@ def test_where_there_is_no_other_host_a_submission_that_is_cut_off_waits_for_the
             waited += 1
             assert view.reason.startswith("waiting for b: "), moment
             lab.client.refresh([view.id])
-            assert (lab.client.job(view.id).state, lab.client.reservations()) == ("PREPARED", [])
+            assert (lab.client.job(view.id).state, lab.client.workspace.ledger.reservations()) == ("PREPARED", [])
         lab.heal()
         check_that_it_ran_once(lab, view.id, (moment, steps))
     assert waited > 1
@@ -304,7 +304,7 @@ def test_a_submission_that_finds_a_host_away_is_refused_where_there_is_no_other(
         lab.client.submit(job(ONCE))
     assert refused.value.host == "b"
     assert [job.state for job in lab.client.jobs()] == ["FAILED"]
-    assert lab.client.reservations() == []
+    assert lab.client.workspace.ledger.reservations() == []
 
 
 @pytest.mark.timeout(600)

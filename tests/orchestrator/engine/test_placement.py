@@ -35,7 +35,7 @@ def held(client):
 
     def held():
         found = {}
-        for reservation in client.reservations():
+        for reservation in client.workspace.ledger.reservations():
             found.setdefault(reservation.host, []).append(reservation.marker)
         return found
 
@@ -103,21 +103,6 @@ def test_jobs_get_room_in_the_order_in_which_they_came(client, backend, submit):
     client.refresh([narrow.id])
     assert [client.job(view.id).state for view in (wide, narrow)] == ["PENDING", "QUEUED"]
     assert f"held by {wide.id}" in client.job(narrow.id).reason
-
-
-def test_a_small_job_does_not_pass_a_large_one_that_waits_for_the_same_hosts(client, submit):
-    submit(1, 2)
-    large = submit(3, 2)
-    small = submit(1, 1)
-    assert (large.state, small.state) == ("QUEUED", "QUEUED")
-    assert small.reason.startswith(f"waiting for room: {large.id} is older and waits for the same hosts")
-    assert submit(1, 1, ["n1"]).state == "QUEUED"
-
-
-def test_a_job_passes_on_hosts_that_the_waiting_one_cannot_use(submit):
-    submit(1, 2, ["n1"])
-    assert submit(1, 2, ["n1"]).state == "QUEUED"
-    assert submit(1, 2).attempt.hosts == ("n2",)
 
 
 def test_a_job_that_the_cluster_can_never_carry_is_refused_and_leaves_nothing(client, submit, held):

@@ -222,23 +222,6 @@ def test_a_retry_waits_for_its_backoff(client, backend, clock, running):
     assert client.job(view.id).state == "PENDING"
 
 
-def test_attempts_come_to_an_end(client, backend, running):
-    view = running(retry=NO_WAIT)
-    for number in (1, 2, 3):
-        backend.set(f"orc-{view.id}-a{number}", Phase.FAILED, cause="crash", reason="boom")
-        client.refresh()
-        client.refresh()
-    done = client.job(view.id)
-    assert (done.state, done.reason, len(done.attempts)) == ("FAILED", "boom (attempt 3 of 3)", 3)
-
-
-def test_a_cause_that_is_not_listed_ends_the_job(client, backend, running):
-    view = running()
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash", reason="boom")
-    client.refresh()
-    assert (client.job(view.id).state, client.job(view.id).reason) == ("FAILED", "boom")
-
-
 def test_a_retry_runs_from_the_same_snapshot(client, backend, running, job_file):
     view = running(retry=NO_WAIT)
     (job_file().base_dir / "train.py").write_text("print('edited')\n")

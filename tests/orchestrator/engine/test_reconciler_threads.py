@@ -28,6 +28,11 @@ def open_client(clusters):
     return lambda: Client(backend_of=clusters.__getitem__, reconciler=False)
 
 
+@pytest.fixture
+def open_session(open_client):
+    return lambda: open_client().session
+
+
 @contextmanager
 def running(*drivers: ReconcilerThreads):
     stop = threading.Event()
@@ -47,10 +52,10 @@ def state(client, view):
     return client.job(view.id).state
 
 
-def test_a_cluster_that_hangs_keeps_no_other_waiting(clusters, open_client, job_file, monkeypatch):
+def test_a_cluster_that_hangs_keeps_no_other_waiting(clusters, open_client, open_session, job_file, monkeypatch):
     go_on = threading.Event()
     monkeypatch.setattr(clusters["other"], "poll", lambda _: go_on.wait(60) and {})
-    driver = ReconcilerThreads(open_client, look_s=0.05)
+    driver = ReconcilerThreads(open_session, look_s=0.05)
     with open_client() as client:
         views = {name: client.submit(job_file(cluster=name)) for name in clusters}
         clusters["local"].set(views["local"].attempt.marker, Phase.SUCCEEDED)
@@ -65,9 +70,9 @@ def test_a_cluster_that_hangs_keeps_no_other_waiting(clusters, open_client, job_
     assert not driver.status.running
 
 
-def test_a_defect_of_one_cluster_is_reported_and_ends_nothing(clusters, open_client, job_file):
+def test_a_defect_of_one_cluster_is_reported_and_ends_nothing(clusters, open_client, open_session, job_file):
     clusters["other"].behave(poll="bug")
-    driver = ReconcilerThreads(open_client, look_s=0.05)
+    driver = ReconcilerThreads(open_session, look_s=0.05)
     with open_client() as client:
         views = [client.submit(job_file(cluster=name)) for name in clusters]
         with running(driver):
@@ -82,13 +87,13 @@ def test_a_defect_of_one_cluster_is_reported_and_ends_nothing(clusters, open_cli
             eventually(lambda: not any(c.error or c.live for c in driver.status.clusters))
 
 
-def test_a_ledger_that_cannot_be_used_for_a_while_is_tried_again(open_client, clusters, job_file):
+def test_a_ledger_that_cannot_be_used_for_a_while_is_tried_again(open_client, open_session, clusters, job_file):
     refused = [LaunchError("the database is starting up")] * 3
 
     def hardly() -> Client:
         if refused:
             raise refused.pop()
-        return open_client()
+        return open_session()
 
     driver = ReconcilerThreads(hardly, look_s=0.05)
     with open_client() as client:
@@ -100,11 +105,11 @@ def test_a_ledger_that_cannot_be_used_for_a_while_is_tried_again(open_client, cl
             assert driver.status.error == ""
 
 
-def test_two_drivers_on_one_ledger_send_each_attempt_once(open_client, clusters, job_file):
+def test_two_drivers_on_one_ledger_send_each_attempt_once(open_client, open_session, clusters, job_file):
     retry = {"max_attempts": 3, "on": ["crash"], "backoff": 0}
     with open_client() as client:
         views = [client.submit(job_file(retry=retry)) for _ in range(5)]
-        with running(ReconcilerThreads(open_client, look_s=0.02), ReconcilerThreads(open_client, look_s=0.02)):
+        with running(ReconcilerThreads(open_session, look_s=0.02), ReconcilerThreads(open_session, look_s=0.02)):
             for number in (1, 2):
                 for view in views:
                     clusters["local"].set(f"orc-{view.id}-a{number}", Phase.FAILED, cause="crash")

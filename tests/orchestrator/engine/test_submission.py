@@ -274,18 +274,6 @@ def test_the_plan_of_an_attempt_is_recorded_by_its_digest(client, job_file):
     assert data["prepared"]["marker"] == view.attempt.marker
 
 
-def test_a_job_runs_and_succeeds(client, backend, job_file):
-    view = client.submit(job_file())
-    backend.set(view.attempt.marker, Phase.RUNNING, hosts=["node-a"], progress={"step": 3}, started_at=5.0)
-    client.refresh()
-    running = client.job(view.id)
-    assert (running.state, running.attempt.hosts, running.attempt.progress) == ("RUNNING", ("node-a",), {"step": 3})
-    backend.set(view.attempt.marker, Phase.SUCCEEDED, ended_at=9.0)
-    client.refresh()
-    done = client.job(view.id)
-    assert (done.state, done.ended_at, done.attempt.started_at, done.attempt.ended_at) == ("SUCCEEDED", 9.0, 5.0, 9.0)
-
-
 @pytest.fixture
 def other(orc_home, backend, clock):
     """Another process's client on the same ledger; it cannot tell that the first one is alive, only that it is late."""

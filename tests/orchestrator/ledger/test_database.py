@@ -232,14 +232,6 @@ def test_who_comes_while_others_switch_the_journal_tries_again(connections, capl
     assert len(caplog.records) == 1, "said after more than half a second, and once"
 
 
-@pytest.mark.parametrize(("times", "said"), [(3, 0), (4, 1)])
-def test_a_short_wait_for_the_journal_is_not_worth_a_word(connections, caplog, times, said):
-    connections.refuse = [lock_error() for _ in range(times)]
-    connections.step = 0.25
-    SqliteDatabase(connections.path).close()
-    assert len(caplog.records) == said
-
-
 @pytest.mark.parametrize(("step", "tries"), [(120.0, 3), (121.0, 2)])
 def test_the_wait_for_the_journal_ends_after_two_minutes(connections, step, tries):
     connections.refuse = [lock_error() for _ in range(9)]

@@ -227,20 +227,6 @@ def test_a_new_ledger_is_written_aside_in_one_synchronous_transaction(tmp_path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger.db", "ledger.db.reserve"]
 
 
-def test_first_users_take_turns_with_descriptors_that_nobody_inherits(tmp_path, monkeypatch):
-    opened, turns = [], []
-    real_open = os.open
-    monkeypatch.setattr(os, "open", lambda *arguments: opened.append(arguments) or real_open(*arguments))
-    monkeypatch.setattr(fcntl, "flock", lambda fd, how: turns.append((os.readlink(f"/proc/self/fd/{fd}"), how)))
-    before = len(os.listdir("/proc/self/fd"))
-    opening._make_ledger(tmp_path / "ledger.db")
-    assert len(os.listdir("/proc/self/fd")) == before
-    (_, flags, mode), (directory, directory_flags) = opened
-    assert (flags, mode) == (os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    assert (directory, directory_flags) == (tmp_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    assert turns == [(str(tmp_path), fcntl.LOCK_EX)]
-
-
 def test_a_file_system_that_locks_no_directories_is_good_enough(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")

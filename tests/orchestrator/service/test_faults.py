@@ -32,7 +32,7 @@ from orc.launchers.spec import load_job
 from orc.orchestrator.engine.snapshots import take
 from orc.orchestrator.ledger import audit
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
-from orc.orchestrator.service.contents import note_holder
+from orc.orchestrator.service.api.bundles import note_holder
 
 pytestmark = pytest.mark.timeout(300)
 JOB = """\

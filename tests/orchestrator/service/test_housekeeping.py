@@ -21,7 +21,7 @@ from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.service import housekeeping
-from orc.orchestrator.service.contents import note_holder
+from orc.orchestrator.service.api.bundles import note_holder
 from orc.orchestrator.service.housekeeping import Housekeeper, keep_house
 from orc.orchestrator.service.settings import load_settings
 from orc.orchestrator.workspace import login_name

@@ -68,12 +68,6 @@ def test_run_is_the_same_and_its_help_begins_with_the_lines_that_are_used_most(
         ]
 
 
-def test_every_process_knows_its_place(orc_process: Run, script: Script) -> None:
-    environments = [report["env"] for report in _reports(orc_process("launch", "-n", "3", script(REPORT)))]
-    assert sorted(env["RANK"] for env in environments) == ["0", "1", "2"]
-    assert {env["WORLD_SIZE"] for env in environments} == {"3"}
-
-
 def test_settings_of_fsdp_reach_the_script_in_either_spelling(orc_process: Run, script: Script) -> None:
     path = script("import os; print({k: v for k, v in os.environ.items() if 'FSDP' in k})")
     words = ["--use_fsdp", "--fsdp_sharding_strategy", "2", "--fsdp-offload-params", "True", "--mixed_precision=bf16"]

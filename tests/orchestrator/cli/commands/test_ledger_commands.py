@@ -37,7 +37,7 @@ def url(tmp_path, monkeypatch, orc_home):
                 tx.record(job, Event(end), job_set={"ended_at": tx.now})
     ledger.close()
     monkeypatch.setenv("ORC_LEDGER_URL", url)
-    monkeypatch.setattr("orc.orchestrator.client.Client.leave_reconciler", lambda client: None)
+    monkeypatch.setattr("orc.orchestrator.api.session.LedgerSession.leave_reconciler", lambda client: None)
     return url
 
 
