@@ -121,7 +121,7 @@ def load_fsdp_model(
         path = _file(directory, files, names)
         state = read_state(path)
         if only is not None:
-            from orc.runtime.checkpoint.state.dcp import difference, sizes_of
+            from orc.runtime.checkpoint.state.fit import difference, sizes_of
 
             if lines := difference(sizes_of({name: here[own] for name, own in only.items()}), sizes_of(state)):
                 raise CheckpointError(f"{path} does not fit the adapter: {lines}")

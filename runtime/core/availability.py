@@ -39,40 +39,22 @@ def is_xpu_available(check_device: bool = False) -> bool:
     return _device_module("xpu", check_device)
 
 
-def is_npu_available(check_device: bool = False) -> bool:
-    """Return whether Ascend NPUs are usable (needs ``torch_npu``).
+def _extension(name: str, package: str, what: str) -> Callable[..., bool]:
+    def available(check_device: bool = False) -> bool:
+        return is_package(package) and _device_module(name, check_device, package)
+
+    available.__doc__ = f"""Return whether {what} are usable (needs ``{package}``).
 
     Args:
         check_device: also look whether there is a device.
     """
-    return is_package("torch_npu") and _device_module("npu", check_device, "torch_npu")
+    return available
 
 
-def is_mlu_available(check_device: bool = False) -> bool:
-    """Return whether Cambricon MLUs are usable (needs ``torch_mlu``).
-
-    Args:
-        check_device: also look whether there is a device.
-    """
-    return is_package("torch_mlu") and _device_module("mlu", check_device, "torch_mlu")
-
-
-def is_musa_available(check_device: bool = False) -> bool:
-    """Return whether Moore Threads GPUs are usable (needs ``torch_musa``).
-
-    Args:
-        check_device: also look whether there is a device.
-    """
-    return is_package("torch_musa") and _device_module("musa", check_device, "torch_musa")
-
-
-def is_sdaa_available(check_device: bool = False) -> bool:
-    """Return whether Tecorigin SDAA devices are usable (needs ``torch_sdaa``).
-
-    Args:
-        check_device: also look whether there is a device.
-    """
-    return is_package("torch_sdaa") and _device_module("sdaa", check_device, "torch_sdaa")
+is_npu_available = _extension("npu", "torch_npu", "Ascend NPUs")
+is_mlu_available = _extension("mlu", "torch_mlu", "Cambricon MLUs")
+is_musa_available = _extension("musa", "torch_musa", "Moore Threads GPUs")
+is_sdaa_available = _extension("sdaa", "torch_sdaa", "Tecorigin SDAA devices")
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core.parsing import number, whole
+from orc.runtime.core.parsing import nearest, number, truth, variable_text, whole
 
 USE = "ACCELERATE_USE_DEEPSPEED"
 FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"  # names of what the launcher was told, comma-separated
@@ -34,17 +34,6 @@ def device(value: Any) -> str:
     if text not in DEVICES:
         raise ValueError(f"expected one of {', '.join(DEVICES)}")
     return text
-
-
-def truth(value: Any) -> bool:
-    """Parse true or false."""
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.strip().lower() in ("true", "1", "yes", "y", "on", "t"):
-        return True
-    if isinstance(value, str) and value.strip().lower() in ("false", "0", "no", "n", "off", "f", ""):
-        return False
-    raise ValueError("expected true or false")
 
 
 def text(value: Any) -> str:
@@ -154,10 +143,7 @@ def check_value(name: str, value: Any) -> Any:
     """Return *value* in the type of the setting *name*. Raises `ValueError`: unknown name, bad value."""
     key = KEYS.get(name)
     if key is None:
-        import difflib
-
-        near = difflib.get_close_matches(name, KEYS, n=1)
-        raise ValueError(f"unknown DeepSpeed setting {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+        raise ValueError(f"unknown DeepSpeed setting {name!r}{nearest(name, KEYS)}")
     try:
         return key.parse(value)
     except ValueError as error:
@@ -198,7 +184,7 @@ def variables(values: Mapping[str, Any]) -> dict[str, str]:
     for name, value in normalise(values).items():
         variable = KEYS[name].variable
         if variable is not None and value != AUTO:  # auto is what is not said
-            env[variable] = str(value).lower() if isinstance(value, bool) else str(value)
+            env[variable] = variable_text(value)
             given.append(name)
     env[FIELDS] = ",".join(given)
     return env

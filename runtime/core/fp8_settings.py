@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core.parsing import choice, nearest, read_variables, truth, whole
+from orc.runtime.core.parsing import choice, nearest, read_mapping, read_variables, truth, variable_text, whole
 
 # Back ends and the module that each needs; where nothing is said, the first whose module is there computes.
 BACKENDS: Mapping[str, str] = {"MSAMP": "msamp", "TE": "transformer_engine", "AO": "torchao"}
@@ -173,21 +173,11 @@ def normalise(values: Any) -> dict[str, Any]:
     Raises:
         ValueError: an unknown key (with the nearest), a bad value, or settings of different back ends.
     """
-    if not isinstance(values, Mapping):
-        raise ValueError("expected a mapping like {backend: te, fp8_format: HYBRID}")
-    normal: dict[str, Any] = {}
-    for given, value in values.items():
-        setting = SPELLINGS.get(str(given))
-        if setting is None:
-            raise ValueError(f"unknown key {given!r}{nearest(str(given), SPELLINGS)}")
-        if value is None:
-            continue
-        if setting.key in normal:
-            raise ValueError(f"{setting.key} is given twice")
-        try:
-            normal[setting.key] = setting.parse(value)
-        except ValueError as error:
-            raise ValueError(f"{given}: {value!r}: {error}") from None
+    normal = read_mapping(
+        values,
+        {name: (setting.key, setting.parse) for name, setting in SPELLINGS.items()},
+        "{backend: te, fp8_format: HYBRID}",
+    )
     check_together(normal)
     return normal
 
@@ -220,11 +210,7 @@ def check_with(values: Mapping[str, Any], *, cpu: bool, deepspeed: bool) -> None
 
 def variables(values: Any) -> dict[str, str]:
     """Return the environment variables that carry *values*; see `normalise`."""
-    env: dict[str, str] = {}
-    for key, value in normalise(values).items():
-        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        env[SETTINGS[key].variable] = text.lower() if isinstance(value, (bool, tuple)) else text
-    return env
+    return {SETTINGS[key].variable: variable_text(value) for key, value in normalise(values).items()}
 
 
 def from_environment(env: Mapping[str, str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core.parsing import nearest, one_of, read_variables, truth
+from orc.runtime.core.parsing import one_of, read_mapping, read_variables, truth, variable_text
 
 USE_FSDP = "ACCELERATE_USE_FSDP"
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -193,21 +193,8 @@ def normalise(values: Any) -> dict[str, Any]:
 
     ``None`` means unset. Raises `ValueError` for an unknown key (with the nearest), a bad value or a contradiction.
     """
-    if not isinstance(values, Mapping):
-        raise ValueError("expected a mapping like {version: 2, reshard_after_forward: true}")
-    normal: dict[str, Any] = {}
-    for given, value in values.items():
-        setting = find(given)
-        if setting is None:
-            raise ValueError(f"unknown key {given!r}{nearest(str(given).removeprefix('fsdp_'), _SPELLINGS)}")
-        if value is None:
-            continue
-        if setting.key in normal:
-            raise ValueError(f"{setting.key} is given twice")
-        try:
-            normal[setting.key] = setting.parse(value)
-        except ValueError as error:
-            raise ValueError(f"{given}: {value!r}: {error}") from None
+    parsers = {name: (setting.key, setting.parse) for name, setting in _SPELLINGS.items()}
+    normal = read_mapping(values, parsers, "{version: 2, reshard_after_forward: true}", "fsdp_")
     check_together({SETTINGS[key].field: value for key, value in normal.items()})
     return normal
 
@@ -239,11 +226,8 @@ def reshards(named: str) -> bool:
 
 def variables(values: Any) -> dict[str, str]:
     """Return the environment variables that carry *values* (see `normalise`) and turn FSDP on."""
-    env = {USE_FSDP: "true"}
-    for key, value in normalise(values).items():
-        text = ",".join(value) if isinstance(value, list) else str(value)
-        env[SETTINGS[key].variable] = text.lower() if isinstance(value, bool) else text
-    return env
+    texts = {SETTINGS[key].variable: variable_text(value) for key, value in normalise(values).items()}
+    return {USE_FSDP: "true"} | texts
 
 
 def from_environment(env: Mapping[str, str]) -> dict[str, Any]:

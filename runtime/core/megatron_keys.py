@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orc.runtime.core.parsing import nearest, number, read_variables, truth, whole
+from orc.runtime.core.parsing import number, read_mapping, read_variables, truth, variable_text, whole
 
 USE = "ACCELERATE_USE_MEGATRON_LM"
 PREFIX = "MEGATRON_LM_"
@@ -65,15 +65,8 @@ def normalise(values: Any) -> dict[str, Any]:
     Raises:
         ValueError: an unknown key, a value it cannot have, or one without its partner.
     """
-    if not isinstance(values, Mapping):
-        raise ValueError("expected a mapping like {tp_degree: 2, pp_degree: 2}")
-    normal = {}
-    for name, value in values.items():
-        plain = str(name).removeprefix("megatron_lm_")
-        if plain not in KEYS:
-            raise ValueError(f"no setting {name!r} of Megatron-LM{nearest(plain, KEYS)}")
-        if value is not None:
-            normal[plain] = check_value(plain, value)
+    parsers = {name: (name, key.parse) for name, key in KEYS.items()}
+    normal = read_mapping(values, parsers, "{tp_degree: 2, pp_degree: 2}", "megatron_lm_")
     if (problem := conflict(normal)) is not None:
         raise ValueError(problem)
     return normal
@@ -85,10 +78,7 @@ def variables(values: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         ValueError: as `normalise`.
     """
-    env = {USE: "true"}
-    for name, value in normalise(values).items():
-        env[KEYS[name].variable] = str(value).lower() if isinstance(value, bool) else str(value)
-    return env
+    return {USE: "true"} | {KEYS[name].variable: variable_text(value) for name, value in normalise(values).items()}
 
 
 def check_with(

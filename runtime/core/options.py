@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.runtime.core.enums import RNGType
@@ -22,6 +23,7 @@ from orc.runtime.core.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from orc.runtime.core.parsing import nearest
 
 if TYPE_CHECKING:
     from orc.runtime.core.parallelism import ParallelismConfig
@@ -143,17 +145,8 @@ def _older_arguments(more: Mapping[str, Any], accelerator: Callable[..., Any]) -
             warnings.warn(f"Accelerator({name}=...) is the older spelling of {_OLDER[name]}", FutureWarning, 4)
             older[name] = value
         else:
-            raise TypeError(f"Accelerator() has no argument {name!r}{_nearest(name, accelerator)}")
+            raise TypeError(f"Accelerator() has no argument {name!r}{nearest(name, signature(accelerator).parameters)}")
     return older
-
-
-def _nearest(name: str, accelerator: Callable[..., Any]) -> str:
-    import difflib
-    import inspect
-
-    known = inspect.signature(accelerator).parameters
-    near = difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def _by_type(handlers: Iterable[KwargsHandler]) -> dict[type[KwargsHandler], KwargsHandler]:

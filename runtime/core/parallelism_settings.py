@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orc.runtime.core.parsing import choice, nearest, switched_on, truth, whole
+from orc.runtime.core.parsing import choice, read_mapping, switched_on, truth, variable_text, whole
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")  # of a run's ranks, outermost first
 USE_PARALLELISM_CONFIG = "ACCELERATE_USE_PARALLELISM_CONFIG"
@@ -44,21 +44,8 @@ def normalise(values: Any) -> dict[str, Any]:
     Raises:
         ValueError: an unknown key (with the nearest), a bad value, or sizes that contradict each other.
     """
-    if not isinstance(values, Mapping):
-        raise ValueError("expected a mapping like {dp_shard_size: 2, tp_size: 2}")
-    normal: dict[str, Any] = {}
-    for given, value in values.items():
-        key = str(given).removeprefix("parallelism_config_")
-        if key not in PARSERS:
-            raise ValueError(f"unknown key {given!r}{nearest(key, PARSERS)}")
-        if value is None:
-            continue
-        if key in normal:
-            raise ValueError(f"{key} is given twice")
-        try:
-            normal[key] = PARSERS[key](value)
-        except ValueError as error:
-            raise ValueError(f"{given}: {value!r}: {error}") from None
+    parsers = {name: (name, parse) for name, parse in PARSERS.items()}
+    normal = read_mapping(values, parsers, "{dp_shard_size: 2, tp_size: 2}", "parallelism_config_")
     if normal.get("cp_size", 1) > 1 and normal.get("sp_size", 1) > 1:
         raise ValueError("cp_size and sp_size are two ways to cut the sequence; choose one")
     return normal
@@ -66,8 +53,7 @@ def normalise(values: Any) -> dict[str, Any]:
 
 def variables(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that bring checked *settings* to a training script."""
-    shown = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in settings.items()}
-    return {USE_PARALLELISM_CONFIG: "true"} | {variable(key): value for key, value in shown.items()}
+    return {USE_PARALLELISM_CONFIG: "true"} | {variable(key): variable_text(value) for key, value in settings.items()}
 
 
 def from_environment(env: Mapping[str, str]) -> dict[str, Any]:

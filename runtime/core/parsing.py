@@ -44,6 +44,42 @@ def read_variables(env: Mapping[str, str], wanted: Iterable[tuple[str, str, Call
     return values
 
 
+def read_mapping(
+    values: Any, parsers: Mapping[str, tuple[str, Callable[[Any], Any]]], example: str, prefix: str = ""
+) -> dict[str, Any]:
+    """Return the parsed *values* of a mapping with documented keys, with or without *prefix*. ``None`` means unset.
+
+    *parsers* are the key and the parser for each spelling.
+
+    Raises:
+        ValueError: it is no mapping (the text has the *example*), an unknown key (with the nearest), or a bad value.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"expected a mapping like {example}")
+    normal: dict[str, Any] = {}
+    for given, value in values.items():
+        spelling = str(given).removeprefix(prefix)
+        if spelling not in parsers:
+            raise ValueError(f"unknown key {given!r}{nearest(spelling, parsers)}")
+        key, parse = parsers[spelling]
+        if value is None:
+            continue
+        if key in normal:
+            raise ValueError(f"{key} is given twice")
+        try:
+            normal[key] = parse(value)
+        except ValueError as error:
+            raise ValueError(f"{given}: {value!r}: {error}") from None
+    return normal
+
+
+def variable_text(value: Any) -> str:
+    """Return how a variable of the environment carries a parsed *value*."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(variable_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def truth(value: Any) -> bool:
     """Return the truth value that *value* is or spells; see `parse_bool`. Raises `ValueError`."""
     if isinstance(value, (bool, str)):

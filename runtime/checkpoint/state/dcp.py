@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format.layout import plain
 from orc.runtime.checkpoint.state import fit, fsdp1
-from orc.runtime.checkpoint.state.fit import LIKE_PARAMETER
+from orc.runtime.checkpoint.state.fit import LIKE_PARAMETER, difference, sizes_of
 from orc.runtime.checkpoint.state.shard_files import files_of, paths, plan_of, read_metadata, read_shards
 from orc.runtime.checkpoint.state.strategies import (
     SHARDED,
@@ -200,25 +201,10 @@ def _unread(metadata: Metadata, targets: Mapping[str, Any], *, tensors: bool = T
         if path[0] != _OPTIMIZER or len(path) < 3:
             raise CheckpointError(f"it is not the state of an optimizer: it holds {entry}")
         if tensors or not is_tensor:
-            _put(state, path, targets.get(entry))
+            set_element(state, path, targets.get(entry))
         elif path[1] == "state":
             state[_OPTIMIZER]["state"].setdefault(path[2], {})
     return state
-
-
-def _put(state: Any, path: Sequence[str | int], value: Any) -> None:
-    *way, last = path
-    for step, following in zip(way, path[1:], strict=True):
-        if isinstance(step, int):
-            while len(state) <= step:
-                state.append([] if isinstance(following, int) else {})
-            state = state[step]
-        else:
-            state = state.setdefault(step, [] if isinstance(following, int) else {})
-    if isinstance(last, int):
-        while len(state) <= last:
-            state.append(None)
-    state[last] = value
 
 
 def _target(saved: TensorStorageMetadata, there: Any, parameter: torch.Tensor | None) -> torch.Tensor:
@@ -244,26 +230,6 @@ def _parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
     return {names[position]: parameter for position, parameter in enumerate(every)}
 
 
-def sizes_of(state: Mapping[str, Any]) -> dict[str, torch.Size | None]:
-    """Return the sizes of the tensors in *state*, by name."""
-    return {name: getattr(value, "shape", None) for name, value in state.items()}
-
-
 def _saved_sizes(metadata: Metadata) -> dict[str, torch.Size | None]:
     sizes = {name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()}
     return {name.removeprefix(f"{_MODEL}."): size for name, size in sizes.items()}
-
-
-def difference(
-    here: Mapping[str, torch.Size | None], saved: Mapping[str, torch.Size | None], strict: bool = True
-) -> str | None:
-    """Return which names and sizes that are *saved* are not those *here*; with *strict* all names must be there."""
-    lines = []
-    for what, names in (("missing", here.keys() - saved.keys()), ("unexpected", saved.keys() - here.keys())):
-        if names and strict:
-            lines.append(f"{what}: {', '.join(sorted(names))}")
-    for name in sorted(here.keys() & saved.keys()):
-        mine, given = here[name], saved[name]
-        if mine is not None and given is not None and mine != given:
-            lines.append(f"size mismatch of {name}: {list(given)} in the checkpoint, {list(mine)} here")
-    return "; ".join(lines) or None

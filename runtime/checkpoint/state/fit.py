@@ -116,24 +116,35 @@ def _put_back(name: str, target: Any, before: Any) -> None:
 
 
 def _model_problem(model: nn.Module, state: Mapping[str, Any], strict: bool) -> str | None:
-    here = model.state_dict()
+    # torch makes up for the count that old files of normalisation layers lack, and takes one element as a scalar.
+    here = {name: value for name, value in model.state_dict().items()
+            if name in state or not name.endswith("num_batches_tracked")}  # fmt: skip
+    tensors = [name for name in here if isinstance(here[name], torch.Tensor) and name in state]
+    odd = [f"{name} is a {type(state[name]).__name__}, not a tensor" for name in tensors
+           if not isinstance(state[name], torch.Tensor)]  # fmt: skip
+    given = sizes_of(state)
+    given |= {name: here[name].shape for name in tensors if here[name].ndim == 0 and given[name] == (1,)}
+    lines = difference(sizes_of(here), given, strict)
+    return "; ".join([*([lines] if lines else []), *odd]) or None
+
+
+def sizes_of(state: Mapping[str, Any]) -> dict[str, torch.Size | None]:
+    """Return the sizes of the tensors in *state*, by name."""
+    return {name: getattr(value, "shape", None) for name, value in state.items()}
+
+
+def difference(
+    here: Mapping[str, torch.Size | None], saved: Mapping[str, torch.Size | None], strict: bool = True
+) -> str | None:
+    """Return which names and sizes that are *saved* are not those *here*; with *strict* all names must be there."""
     lines = []
-    if strict:
-        # torch makes up for the one that old files of normalisation layers lack.
-        missing = sorted(name for name in here.keys() - state.keys() if not name.endswith("num_batches_tracked"))
-        if missing:
-            lines.append(f"missing: {', '.join(missing)}")
-        unexpected = sorted(state.keys() - here.keys())
-        if unexpected:
-            lines.append(f"unexpected: {', '.join(unexpected)}")
-    for name in here.keys() & state.keys():
-        mine, given = here[name], state[name]
-        if not isinstance(mine, torch.Tensor):
-            continue
-        if not isinstance(given, torch.Tensor):
-            lines.append(f"{name} is a {type(given).__name__}, not a tensor")
-        elif mine.shape != given.shape and not (mine.ndim == 0 and given.shape == (1,)):
-            lines.append(f"size mismatch of {name}: {list(given.shape)} in the checkpoint, {list(mine.shape)} here")
+    for what, names in (("missing", here.keys() - saved.keys()), ("unexpected", saved.keys() - here.keys())):
+        if names and strict:
+            lines.append(f"{what}: {', '.join(sorted(names))}")
+    for name in sorted(here.keys() & saved.keys()):
+        mine, given = here[name], saved[name]
+        if mine is not None and given is not None and mine != given:
+            lines.append(f"size mismatch of {name}: {list(given)} in the checkpoint, {list(mine)} here")
     return "; ".join(lines) or None
 
 

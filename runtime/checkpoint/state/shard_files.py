@@ -16,6 +16,7 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -203,11 +204,7 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value that is no tensor in its place."""
-        place: Any = self.original_state_dict
-        *way, last = self.mappings[read_item.dest_index.fqn]
-        for step in way:
-            place = place[step]
-        place[last] = state_file.read(value)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], state_file.read(value))
 
 
 class _Unpickler(pickle.Unpickler):

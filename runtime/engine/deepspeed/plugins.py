@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from orc.runtime.core.deepspeed_keys import USE, truth
+from orc.runtime.core.deepspeed_keys import USE
+from orc.runtime.core.parsing import truth
 from orc.runtime.engine.deepspeed.config import AUTO
 from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
 

@@ -255,39 +255,6 @@ def models_of(directory, manifest, *models):
     return load._model_entries(directory, manifest, [described(model) for model in models])
 
 
-def test_every_part_has_its_file(tmp_path):
-    optimizers, schedulers, loaders, custom = ([object(), object()] for _ in range(4))
-    scaler = object()
-    prepared = nothing(
-        optimizers=optimizers, schedulers=schedulers, dataloaders=loaders, scaler=scaler, custom=custom
-    )  # fmt: skip
-    expected = {
-        "optimizer.bin": optimizers[0],
-        "optimizer_1.bin": optimizers[1],
-        "scheduler.bin": schedulers[0],
-        "scheduler_1.bin": schedulers[1],
-        "sampler.bin": loaders[0],
-        "sampler_1.bin": loaders[1],
-        "scaler.pt": scaler,
-        "custom_checkpoint_0.pkl": custom[0],
-        "custom_checkpoint_1.pkl": custom[1],
-    }
-    assert [(entry.path, entry.target) for entry in load._entries(tmp_path, prepared)] == [
-        (tmp_path / name, target) for name, target in expected.items()
-    ]
-    assert load._entries(tmp_path, nothing()) == []
-
-
-def test_what_has_no_counterpart_is_named(tmp_path):
-    manifest = checkpoint(tmp_path / "c", a=b"1")
-    a, c, b = (load.Entry(tmp_path / name, None) for name in "acb")
-    assert load._check_counterparts(tmp_path, manifest, [a]) is None
-    assert said(lambda: load._check_counterparts(tmp_path, manifest, [a, c, b])) == (
-        f"{tmp_path} holds no c, b: more is prepared or registered here than when it was saved; load into the same "
-        "script's objects"
-    )
-
-
 def test_a_model_is_read_from_the_kind_of_file_that_is_there(tmp_path):
     def paths(manifest):
         return [entry.path for entry in models_of(tmp_path, manifest, nn.Linear(1, 1), nn.Linear(1, 1))]
@@ -297,37 +264,6 @@ def test_a_model_is_read_from_the_kind_of_file_that_is_there(tmp_path):
     assert paths(both) == [tmp_path / "model.safetensors", tmp_path / "model_1.safetensors"]
     pickles = replace(both, files={"pytorch_model_1.bin": other})
     assert paths(pickles) == [tmp_path / "model.safetensors", tmp_path / "pytorch_model_1.bin"]
-
-
-def test_models_that_do_not_fit_are_told_by_their_file(tmp_path):
-    state = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2), "more": torch.zeros(1)}
-    manifest = checkpoint(tmp_path / "c", **{"pytorch_model.bin": state, "pytorch_model_1.bin": state})
-    models = models_of(tmp_path / "c", manifest, nn.Linear(2, 2))
-    assert load._check_models(tmp_path / "c", manifest, models, strict=False) is None
-    assert said(lambda: load._check_models(tmp_path / "c", manifest, models)) == (
-        f"{tmp_path}/c/pytorch_model.bin does not fit the prepared model: unexpected: more. Nothing was loaded"
-    )
-    models = models_of(tmp_path / "c", manifest, *[nn.Linear(2, 2)] * 3)
-    assert said(lambda: load._check_models(tmp_path / "c", manifest, models)).startswith(
-        f"{tmp_path}/c holds no model_2.safetensors: more is prepared"
-    )
-
-
-def test_weights_in_safetensors_are_checked_and_loaded_with_those_that_are_shared(tmp_path):
-    def tied(layer):
-        return nn.ModuleDict({"a": layer, "b": layer})
-
-    given, model = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-    content = save_tensors({"a.weight": given.weight}, {"orc.aliases": json.dumps({"b.weight": "a.weight"})})
-    manifest = checkpoint(tmp_path, **{"model.safetensors": content})
-    (entry,) = models_of(tmp_path, manifest, tied(model))
-    assert load._check_models(tmp_path, manifest, [entry]) is None
-    load._load_model(entry, None, {})
-    assert torch.equal(model.weight, given.weight)
-    other = models_of(tmp_path, manifest, nn.ModuleDict({"a": model}))
-    assert said(lambda: load._check_models(tmp_path, manifest, other)) == (
-        f"{tmp_path}/model.safetensors does not fit the prepared model: unexpected: b.weight. Nothing was loaded"
-    )
 
 
 def test_weights_go_into_the_model_that_was_compiled(tmp_path):
@@ -460,19 +396,6 @@ def test_what_was_mapped_is_copied(tmp_path):
     assert isinstance(found["p"], torch.Tensor)
     for mine, given in ((found["a"], state["a"]), (found["b"][0], state["b"][0]), (found["p"], state["p"])):
         assert mine.data_ptr() != given.data_ptr()
-
-
-def test_plain_tensors_are_copied_beside_the_caller_and_others_at_once():
-    started = []
-    copies = SimpleNamespace(start=lambda target, source: started.append((target, source)))
-    state = {"a": torch.ones(3), "s": torch.eye(2).to_sparse(), "p": nn.Parameter(torch.ones(1))}
-    found = unmapped(state, copies)
-    ((target, source),) = started
-    assert source is state["a"]
-    assert target is found["a"]
-    assert target is not source
-    assert torch.equal(found["s"].to_dense(), torch.eye(2))
-    assert found["p"].tolist() == [1.0]
 
 
 def optimizer_state(value, groups=1, **more):

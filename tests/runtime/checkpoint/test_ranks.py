@@ -225,27 +225,6 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_nothing(tmp_path, run_ran
     assert listed(tmp_path / "checkpoints") == ["checkpoint_0"]
 
 
-def test_damage_is_reported_on_every_rank_and_nothing_is_loaded(tmp_path, run_ranks):
-    def load(root):
-        accelerator, model, optimizer, loader = build(root)
-        accelerator.save_state()
-        if accelerator.is_main_process:
-            path = os.path.join(root, "checkpoints", "checkpoint_0", "random_states_1.pkl")
-            with open(path, "r+b") as file:
-                file.seek(300)
-                file.write(b"\0\1\2")
-        accelerator.wait_for_everyone()
-        before = train(accelerator, model, optimizer, loader, 1)[1]
-        try:
-            accelerator.load_state()
-        except Exception as error:
-            return str(error), before == [parameter.tolist() for parameter in model.parameters()]
-
-    for text, unchanged in run_ranks(2, load, str(tmp_path)):
-        assert "random_states_1.pkl does not hold what was saved" in text
-        assert unchanged
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_damage_of_any_file_is_found(tmp_path, run_ranks, ranks):
     """The ranks share out the reading; no file is left out."""
@@ -296,33 +275,6 @@ def test_each_node_can_have_a_checkpoint_of_its_own(tmp_path, run_ranks):
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]
 
 
-def test_nodes_that_share_a_directory_cannot_each_have_a_checkpoint(tmp_path, run_ranks):
-    def save(root):
-        accelerator = build(root, save_on_each_node=True)[0]
-        try:
-            accelerator.save_state()
-        except Exception as error:
-            return str(error)
-        return None
-
-    for text in run_ranks(2, save, str(tmp_path), nodes=2):
-        assert "several machines share" in text
-    assert listed(tmp_path / "checkpoints") == []
-
-
-def test_different_directories_are_refused(tmp_path, run_ranks):
-    def save(root):
-        accelerator = Accelerator()
-        try:
-            accelerator.save_state(os.path.join(root, str(accelerator.process_index)))
-        except Exception as error:
-            return str(error)
-
-    for text in run_ranks(2, save, str(tmp_path)):
-        assert "different directories on different ranks" in text
-    assert os.listdir(tmp_path) == []
-
-
 def test_several_accelerators_of_one_run_save_and_load_one_after_the_other(tmp_path, run_ranks):
     def body(root):
         weights = []
@@ -336,25 +288,3 @@ def test_several_accelerators_of_one_run_save_and_load_one_after_the_other(tmp_p
 
     assert run_ranks(2, body, str(tmp_path)) == [[2, 3, 4]] * 2
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
-
-
-def test_meetings_keep_the_store_small_and_in_step(run_ranks):
-    def meet():
-        from orc.runtime.checkpoint.replication.barrier import Barrier
-        from orc.runtime.core.context import current_context
-
-        context = current_context()
-        barrier = Barrier(context, timeout_s=60)
-        totals = [barrier.hold("sum", context.rank + n, sum) for n in range(20)]
-        context.barrier()
-        keys = sum("orc/barrier" in key for key in context.store.list_keys()) if context.is_main else 0
-        context.barrier()
-        try:
-            barrier.hold(f"step {context.rank}", None, len)
-        except Exception as error:
-            return totals, keys, str(error)
-
-    (totals, keys, text), (others, _, _) = run_ranks(2, meet)
-    assert totals == others == [1 + 2 * n for n in range(20)]
-    assert keys <= 8  # of the last two
-    assert "rank 0 is in step 0, but rank 1: step 1" in text

@@ -25,7 +25,6 @@ from orc.runtime.checkpoint.save import (
     Progress,
     SaveRequest,
     _check_loadable,
-    _pickle,
     _without_tensors,
     _write_weights,
     capture,
@@ -38,7 +37,6 @@ from orc.runtime.checkpoint.state.ownership import FILE
 from orc.runtime.checkpoint.storage.destination import LocalDestination, RemoteDestination
 from orc.runtime.checkpoint.storage.durable import FileRecord, Hashing
 from orc.runtime.checkpoint.storage.remote import Remote, RemoteRoot
-from orc.runtime.checkpoint.storage.remote import read_manifest as read_remote
 from orc.runtime.core.compute import TORCH, Compute
 from orc.runtime.core.prepared import Prepared
 
@@ -118,11 +116,6 @@ class State:
 
     def state_dict(self):
         return self.state
-
-
-def test_a_save_without_more_words_is_safe_and_at_the_beginning():
-    assert (Progress().step, Progress().epoch, Progress().offset) == (0, 0, 0)
-    assert (request().safe, request().hooks) == (True, ())
 
 
 # What the ranks agree on
@@ -304,18 +297,6 @@ def test_a_rank_that_does_not_lead_brings_its_generators_alone(tmp_path):
     assert seen == [(2, 2, str(tmp_path / "s"))]
 
 
-def test_hooks_may_take_weights_off_the_list_and_models_stay(tmp_path):
-    prepared = parts()
-
-    def hook(models, weights, directory):
-        models.clear()
-        weights.pop()
-
-    content = capture(context(), prepared, request(hooks=[hook]), opened(tmp_path / "s").destination)
-    assert list(content)[:2] == ["model.safetensors", "optimizer.bin"]
-    assert len(prepared.models) == 2
-
-
 def test_what_keeps_a_rank_from_collecting_is_brought_to_the_barrier(tmp_path):
     destination = LocalDestination(tmp_path / "s", "t", True, None)
     assert capture(context(), parts(), request(), destination).startswith(f"{tmp_path}/s.tmp was made by another rank")
@@ -388,30 +369,6 @@ def test_a_save_is_written_and_agreed_on_step_by_step(tmp_path):
     assert table.brought[0]["files"]["a"] == {"size": 1, "sum": manifest.files["a"].sum}
 
 
-def test_the_slowest_disk_is_waited_for_as_long_as_was_asked(tmp_path):
-    table = Table()
-    table.timeout_s = 9000.0
-    write(context(), table, request(tmp_path / "s"), opened(tmp_path / "s"), {}, None)
-    assert table.log == [
-        ("save_state (writing)", 9000.0),
-        ("save_state (committing)", 3600.0),
-        ("save_state (retention)", 3600.0),
-    ]
-
-
-def test_files_of_all_ranks_are_in_the_manifest(tmp_path):
-    save_ = opened(tmp_path / "s")
-    (tmp_path / "s.tmp" / "b").write_bytes(b"22")
-    theirs = {"error": None, "site": 0, "files": {"b": {"size": 2, "sum": 5}}}
-    elsewhere = {"error": None, "site": 2, "files": {"c": {"size": 3, "sum": 6}}}
-    table = Table(**{"save_state (writing)": [theirs, elsewhere]})
-    write(context(world_size=3), table, request(tmp_path / "s"), save_, {"a": partial(put, b"1")}, None)
-    manifest = read_manifest(tmp_path / "s")
-    assert sorted(manifest.files) == ["a", "b"]
-    assert manifest.files["b"] == FileRecord(2, 5)
-    assert manifest.world_size == 3
-
-
 def test_what_one_rank_could_not_write_ends_the_save_on_all(tmp_path):
     save_ = opened(tmp_path / "s")
     for content, message in [
@@ -471,15 +428,6 @@ def test_what_keeps_the_leader_from_committing_is_told(tmp_path, monkeypatch):
     assert table.brought[1:] == [None, None]
 
 
-def test_objects_are_committed_with_the_manifest_of_what_was_written(bucket):
-    where = bucket / "s"
-    save_ = Opened(RemoteDestination(where, "", True), ALONE, "0af3", 5.5)
-    write(context(), Table(), request(where), save_, {"a": partial(put, b"1")}, None)
-    manifest = read_remote(where)
-    assert manifest == Manifest("0af3", 7, 1, 20, 1, 5.5, manifest.files)
-    assert list(manifest.files) == ["a"]
-
-
 def test_several_sites_complete_each_other_before_any_commits(tmp_path, monkeypatch):
     sites, asked = Sites(0, (0, 1)), []
 
@@ -534,18 +482,6 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path):
     where = whole_save(nothing(), request(tmp_path / "s"))
     assert where.target == tmp_path / "s"
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
-
-
-def test_a_numbered_save_is_retained_when_it_is_complete(tmp_path):
-    (tmp_path / "checkpoint_3").mkdir()
-    retained = []
-    where = whole_save(
-        nothing(),
-        request(root=CheckpointRoot(tmp_path)),
-        lambda one: retained.append((one, read_manifest(one.target).step)),
-    )
-    assert where.target == tmp_path / "checkpoint_4"
-    assert retained == [(where, 7)]
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3])
@@ -603,14 +539,6 @@ def test_weights_say_their_format_and_which_names_share_a_tensor(tmp_path):
                 "a": [0.0, 1.0, 2.0],
                 "b": [1.0, 1.0],
             }
-
-
-def test_pickled_states_hold_plain_numbers():
-    memory = io.BytesIO()
-    _pickle({"a": np.float64(0.5)}, memory)
-    memory.seek(0)
-    found = state_file.read(memory)
-    assert (found, type(found["a"])) == ({"a": 0.5}, float)
 
 
 def test_what_could_not_be_loaded_again_is_told_by_its_name_and_reason():
