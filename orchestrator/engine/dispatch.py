@@ -378,8 +378,10 @@ def prepare(
     ws = planner.ws
     members = [(jobs[0], planner)]
     others = [job for job in jobs[1:] if job_secrets.load_for(ws, job.id, planner.spec.secrets) == secrets]
-    specs = stored_specs(ws, [job.id for job in others])
-    members += [(job, replace(planner, spec=specs[job.id], attempt=AttemptId(job.id, 1))) for job in others]
+    firsts = {job.id: AttemptId(job.id, 1) for job in others}
+    # Those that this process has rendered need no specification any more.
+    specs = stored_specs(ws, [job_id for job_id, first in firsts.items() if first.marker not in planner.rendered])
+    members += [(job, replace(planner, spec=specs.get(job.id, planner.spec), attempt=firsts[job.id])) for job in others]
     plans = [each.render(None) for _, each in members]
     planner.check(plans[0], None)
     group_id = str(jobs[0].group_id)
