@@ -84,7 +84,7 @@ def submit(
 
     Those that wait for other jobs are left to later passes. *within* is as of `enqueue`.
 
-    Raises `LaunchError` when a job certainly does not run. What no cluster has to be asked for leaves no record; what
+    Raises `LaunchError` when none of them certainly runs. What no cluster has to be asked for leaves no record; what
     its cluster refuses is in the ledger as FAILED then. A submission that was cut off raises nothing: the job will be
     found or sent.
     """
@@ -114,9 +114,8 @@ def submit(
         # Too late to undo: the intent is durable, and to submit again would make two jobs.
         raise _recorded(error, ids) from error
     fault_point("claim-released")
-    for job_id in ids:
-        if refusal := report.errors.get(job_id):
-            raise refusal
+    if ids and all(job_id in report.errors for job_id in ids):
+        raise report.errors[ids[0]]
     return ids
 
 
