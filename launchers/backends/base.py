@@ -328,6 +328,13 @@ class Backend(AttemptFiles):
             The handle by which the attempt is polled.
         """
 
+    def most_elements(self) -> int | None:
+        """Return how many attempts one array takes at most (`SupportsArrays`); `None` where that is not bounded.
+
+        Raises `BackendUnreachable` when it cannot be asked for.
+        """
+        return None
+
     @abc.abstractmethod
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """Return what an interrupted submit of *marker* has left behind; `None` means "not seen".

@@ -59,7 +59,11 @@ def submit(session: LedgerSession, loaded: LoadedGroup, *, on_progress: Progress
         snapshot = _snapshot(ws, member.loaded, snapshots, on_progress or silent)
         new = new_submission(ws, as_member(member.loaded.spec, group), snapshot, source=source)
         submissions.append(replace(new, group=group.id, number=member.number, stage=member.stage))
-    session.refresh(submit_group(ws, submissions, group))
+    ids = submit_group(ws, submissions, group)
+    shown = view(ws, group.id)
+    if JobState.QUEUED not in shown.counts:
+        return shown
+    session.refresh(ids)
     return view(ws, group.id)
 
 

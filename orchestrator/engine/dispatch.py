@@ -8,7 +8,7 @@ run once, as a job by itself. Attempts that follow a failure are sent by themsel
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from orc.orchestrator.engine.queueing import queue_key, read_head_starts
 from orc.orchestrator.engine.updates import update_for_early_cancel
 from orc.orchestrator.engine.writing import PassReport, apply, note_unreachable, write_all
 from orc.orchestrator.ledger import dependencies, groups, leases
+from orc.orchestrator.ledger.database import batches
 from orc.orchestrator.ledger.errors import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
@@ -56,7 +57,7 @@ def dispatch(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport, new: 
     while left:
         together = of_groups(ws, left)
         admitted, held = _admit(ws, left, tried, together)
-        for jobs_at_once in _batches(admitted, together):
+        for jobs_at_once in _batches(ws, admitted, together):
             job = jobs_at_once[0]
             older = _in_the_way(ws, job, closed)
             if older:
@@ -79,13 +80,16 @@ def dispatch(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport, new: 
     return {job.id for job, _ in held}
 
 
-def _batches(jobs: Sequence[JobRecord], together: Mapping[str, Collection[str]]) -> list[list[JobRecord]]:
-    """Return *jobs* in their order, those that go *together* at the place of the first of them."""
+def _batches(
+    ws: Workspace, jobs: Sequence[JobRecord], together: Mapping[str, Collection[str]]
+) -> Iterator[Sequence[JobRecord]]:
+    """Yield *jobs* in their order, those that go *together* at the place of the first of them, as arrays."""
     found: dict[str, list[JobRecord]] = {}
     for job in jobs:
         array = job.group_id if job.group_id and job.id in together.get(job.group_id, ()) else None
         found.setdefault(array or job.id, []).append(job)
-    return list(found.values())
+    for some in found.values():
+        yield from batches(some, array_size(ws, some[0].cluster, len(some)) if len(some) > 1 else 1)
 
 
 def _in_the_way(ws: Workspace, job: JobRecord, closed: Mapping[str, Mapping[str, str]]) -> str:
@@ -311,6 +315,7 @@ def places_jobs(ws: Workspace, cluster: str) -> bool:
 
 
 KINDS = ("sweep", "array", "map")  # of groups
+_SMALL = 100  # elements: clusters take an array of so many
 # What the jobs of one array may differ in.
 _OF_PROGRAM = frozenset({"name", "script", "module", "command", "args", "env", "tags", "runtime", "checkpoint"})
 
@@ -332,14 +337,16 @@ def _are_array(ws: Workspace, group_id: str, jobs: Sequence[JobRecord]) -> bool:
     first = jobs[0]
     if any((job.cluster, job.owner, job.digests) != (first.cluster, first.owner, first.digests) for job in jobs):
         return False
-    if not all(_is_to_be_had(ws, job) for job in jobs) or not takes_arrays(ws, first.cluster):
+    size = array_size(ws, first.cluster, len(jobs))
+    if size < 2 or not all(_is_to_be_had(ws, job) for job in jobs):
         return False
     ids = [job.id for job in jobs]
     with ws.ledger.database.read() as connection:
         group = groups.find(connection, group_id)
         if group is None or group.kind not in KINDS or dependencies.of_jobs(connection, ids):
             return False
-        if group.max_parallel is not None and groups.under_way(connection, group_id):
+        # Each of several arrays would run that many: then orc itself keeps the limit, job by job.
+        if group.max_parallel is not None and (size < len(jobs) or groups.under_way(connection, group_id)):
             return False
     return are_alike(spec for _, spec in ws.ledger.specs(ids))
 
@@ -350,14 +357,20 @@ def _is_to_be_had(ws: Workspace, job: JobRecord) -> bool:
     return job.claim_owner == ws.owner or leases.is_free(job.claim_owner, job.claim_expires_at, ws.clock())
 
 
-def takes_arrays(ws: Workspace, cluster: str) -> bool:
-    """Return True where *cluster* takes jobs together, and none has to be sent by itself."""
+def array_size(ws: Workspace, cluster: str, count: int) -> int:
+    """Return how many of *count* jobs *cluster* takes as one array; 0 where each has to be sent by itself."""
     from orc.launchers.backends.base import SupportsArrays
 
     try:
-        return isinstance(ws.backend(cluster), SupportsArrays) and not is_limited(ws, cluster)
+        backend = ws.backend(cluster)
+        if not isinstance(backend, SupportsArrays) or is_limited(ws, cluster):
+            return 0
+        most = backend.most_elements() if count > _SMALL else None
+        return count if most is None else min(count, most)
+    except BackendUnreachable:
+        return count  # their dispatch says so, once
     except LaunchError:
-        return False  # the dispatch of its jobs says what is wrong with the cluster
+        return 0  # the dispatch of its jobs says what is wrong with the cluster
 
 
 def are_alike(specs: Iterable[Mapping[str, Any]]) -> bool:
@@ -378,8 +391,10 @@ def prepare(
     ws = planner.ws
     members = [(jobs[0], planner)]
     others = [job for job in jobs[1:] if job_secrets.load_for(ws, job.id, planner.spec.secrets) == secrets]
-    specs = stored_specs(ws, [job.id for job in others])
-    members += [(job, replace(planner, spec=specs[job.id], attempt=AttemptId(job.id, 1))) for job in others]
+    firsts = {job.id: AttemptId(job.id, 1) for job in others}
+    # Those that this process has rendered need no specification any more.
+    specs = stored_specs(ws, [job_id for job_id, first in firsts.items() if first.marker not in planner.rendered])
+    members += [(job, replace(planner, spec=specs.get(job.id, planner.spec), attempt=firsts[job.id])) for job in others]
     plans = [each.render(None) for _, each in members]
     planner.check(plans[0], None)
     group_id = str(jobs[0].group_id)

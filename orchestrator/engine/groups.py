@@ -26,18 +26,18 @@ def submit_group(ws: Workspace, submissions: Sequence[Submission], group: GroupR
     def create(tx: Transaction) -> None:
         groups.create(tx.connection, group)
 
-    if group.kind == "map" or _is_array(ws, group.kind, submissions):
+    if group.kind == "map" or _is_array(ws, group, submissions):
         return submit(ws, submissions, within=create)
     return [record.id for record in enqueue(ws, submissions, within=create)]
 
 
-def _is_array(ws: Workspace, kind: str, submissions: Sequence[Submission]) -> bool:
-    """Return True for members of a new group of *kind* that their cluster takes together."""
+def _is_array(ws: Workspace, group: GroupRecord, submissions: Sequence[Submission]) -> bool:
+    """Return True for members of a new *group* that their cluster takes together, as one array or several."""
     first = submissions[0].spec
+    if group.kind not in dispatch.KINDS or (size := dispatch.array_size(ws, first.cluster, len(submissions))) < 2:
+        return False
     return (
-        kind in dispatch.KINDS
-        and len(submissions) > 1
-        and dispatch.takes_arrays(ws, first.cluster)
+        (group.max_parallel is None or size == len(submissions))
         and not (first.depends_on or first.inputs)
         and all(one.snapshot.digests == submissions[0].snapshot.digests for one in submissions)
         and dispatch.are_alike(one.spec.model_dump() for one in submissions)

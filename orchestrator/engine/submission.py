@@ -24,7 +24,7 @@ from orc.orchestrator.engine.writing import PassReport
 from orc.orchestrator.ledger import dependencies, leases
 from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import JobState
-from orc.orchestrator.ledger.records import JobRecord, NewJob
+from orc.orchestrator.ledger.records import JobRecord, NewJob, QueueEntry
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from orc.launchers.spec.relations import Requirement
     from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace
-
-_APART_S = 1e-6  # between the times of two jobs, whose order in the queue follows from it
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ def submit(
 
     Those that wait for other jobs are left to later passes. *within* is as of `enqueue`.
 
-    Raises `LaunchError` when a job certainly does not run. What no cluster has to be asked for leaves no record; what
+    Raises `LaunchError` when none of them certainly runs. What no cluster has to be asked for leaves no record; what
     its cluster refuses is in the ledger as FAILED then. A submission that was cut off raises nothing: the job will be
     found or sent.
     """
@@ -115,9 +113,8 @@ def submit(
         # Too late to undo: the intent is durable, and to submit again would make two jobs.
         raise _recorded(error, ids) from error
     fault_point("claim-released")
-    for job_id in ids:
-        if refusal := report.errors.get(job_id):
-            raise refusal
+    if ids and all(job_id in report.errors for job_id in ids):
+        raise report.errors[ids[0]]
     return ids
 
 
@@ -243,18 +240,8 @@ def record(
             if within is not None:
                 within(tx)
             owner, expires = (ws.owner, tx.now + leases.CLAIM_S) if claimed else (None, None)
-            records = []
-            for job in jobs:
-                made = tx.enqueue(
-                    job.row,
-                    job.reason,
-                    owner=owner,
-                    claim_expires_at=expires,
-                    ciphertext=job.ciphertext,
-                    request=job.request,
-                )
-                records.append(made)
-                tx.now += _APART_S
+            entries = [QueueEntry(job.row, job.reason, job.ciphertext, job.request) for job in jobs]
+            records = tx.enqueue_all(entries, owner=owner, claim_expires_at=expires)
             waits = [dependencies.Dependency(job.row.id, one.job, one.condition) for job in jobs for one in job.needs]
             dependencies.add(tx.connection, waits)
     fault_point("enqueued")

@@ -199,6 +199,15 @@ class NewJob:
     deadline_at: float | None = None
 
 
+class QueueEntry(NamedTuple):
+    """New job, and what is written beside it."""
+
+    job: NewJob
+    reason: str = ""  # for which it waits
+    ciphertext: str = ""  # of its secrets
+    request: str = ""  # digest of the key of the request that makes it
+
+
 @dataclass(frozen=True)
 class EventRecord:
     """Event in a job's history."""

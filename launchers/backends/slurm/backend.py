@@ -233,6 +233,15 @@ class SlurmBackend(Backend):
         """Submit all that are not there yet by one ``sbatch --array``; see `SupportsArrays`."""
         return self._submitter.submit_array(plans, secrets, at_once)
 
+    @cached_property
+    def _most_elements(self) -> int | None:
+        size = self._client.config().get("MaxArraySize", "")  # the first index that is too large
+        return int(size) if size.isdigit() else None
+
+    def most_elements(self) -> int | None:
+        """Return Slurm's MaxArraySize, which is asked for once."""
+        return self._most_elements
+
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """Return the job of the marker from the queue, accounting or the attempt directory."""
         return self._lookup.find_job(marker)

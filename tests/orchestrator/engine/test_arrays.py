@@ -16,7 +16,7 @@ from orc.launchers.plan import Plan
 from orc.launchers.spec.groups import load_jobs
 from orc.orchestrator.client import Client
 from orc.orchestrator.clients import cancelling, groups
-from orc.orchestrator.engine import progress, snapshots
+from orc.orchestrator.engine import dispatch, progress, snapshots
 from orc.orchestrator.engine.groups import submit_group
 from orc.orchestrator.engine.submission import Submission, enqueue, new_submission
 from orc.orchestrator.ledger.groups import GroupRecord
@@ -27,6 +27,10 @@ from orc.orchestrator.views import JobView
 
 class FakeArrays(FakeBackend):
     limit: int | None = None
+    most: int | None = None
+
+    def most_elements(self) -> int | None:
+        return self.most
 
     @property
     def arrays(self) -> list[int]:
@@ -156,6 +160,35 @@ def test_a_pass_tries_an_array_again_that_cannot_be_sent_now_and_gives_one_up_th
     backend.behave(submit=None)
     client.refresh()
     assert {client.job(job_id).state for job_id in ids} == {"PENDING" if how == "unreachable" else "FAILED"}
+
+
+def test_more_than_an_array_takes_become_several_of_which_one_may_be_refused(client, backend, job_file, monkeypatch):
+    monkeypatch.setattr(dispatch, "_SMALL", 1)
+    backend.most = 3
+    path = job_file(sweep={"grid": {"args.lr": list(range(7))}}).source_path
+    view = groups.submit(client.session, load_jobs(path))
+    assert backend.arrays == [3, 3]
+    assert [member.job.state for member in view.members] == ["PENDING"] * 7
+    assert len(set(backend.calls("run"))) == len(backend.calls("run")) == 7
+    submit_array = backend.submit_array
+
+    def refuse_the_second(*given: Any, **named: Any) -> list[Handle]:
+        if backend.arrays[2:]:
+            raise BackendError("too many jobs")
+        return submit_array(*given, **named)
+
+    monkeypatch.setattr(backend, "submit_array", refuse_the_second)
+    view = groups.submit(client.session, load_jobs(path))
+    assert [member.job.state for member in view.members] == ["PENDING"] * 3 + ["FAILED"] * 3 + ["PENDING"]
+
+
+def test_more_than_an_array_takes_keep_their_limit_one_by_one(client, backend, job_file, monkeypatch):
+    monkeypatch.setattr(dispatch, "_SMALL", 1)
+    backend.most = 3
+    path = job_file(sweep={"grid": {"args.lr": list(range(4))}}, max_parallel=2).source_path
+    view = groups.submit(client.session, load_jobs(path))
+    assert backend.arrays == []
+    assert [member.job.state for member in view.members] == ["PENDING"] * 2 + ["QUEUED"] * 2
 
 
 def test_while_something_of_its_group_is_under_way_no_second_array_is_sent(client, backend, clock, job_file):

@@ -169,18 +169,12 @@ def test_no_more_members_are_under_way_than_is_said(client, backend, group_file)
 
 
 def test_a_sweep_is_stored_whole_or_not_at_all(client, backend, group_file, monkeypatch):
-    loaded, calls = group_file(SWEEP), []
+    loaded = group_file(SWEEP)
 
-    def fail_at_the_third(*given: object, **named: object) -> None:
-        calls.append(given)
-        if len(calls) == 3:
-            raise LedgerError("disk full")
-        enqueue(*given, **named)
+    def fail(*_: object) -> None:
+        raise LedgerError("disk full")
 
-    from orc.orchestrator.ledger.transaction import Transaction
-
-    enqueue = Transaction.enqueue
-    monkeypatch.setattr(Transaction, "enqueue", fail_at_the_third)
+    monkeypatch.setattr("orc.orchestrator.ledger.dependencies.add", fail)  # the last that is written
     with pytest.raises(LedgerError):
         groups.submit(client.session, loaded)
     monkeypatch.undo()

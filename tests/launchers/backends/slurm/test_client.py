@@ -13,11 +13,13 @@ import psutil
 import pytest
 from slurm_testbed import eventually
 
+from orc.launchers.backends.slurm.backend import SlurmBackend
 from orc.launchers.backends.slurm.client import SlurmClient
 from orc.launchers.backends.slurm.options import SlurmSettings
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
 from orc.launchers.remote import transport
 from orc.launchers.remote.transport import LocalTransport
+from orc.launchers.spec.clusters import Cluster
 
 
 class Programs:
@@ -222,3 +224,10 @@ def test_the_user_s_own_slurm_variables_do_not_reach_the_commands(
         "SLURM_TIME_FORMAT",
     }
     assert seen["SLURM_TIME_FORMAT"] == "%s"
+
+
+def test_slurm_is_asked_once_how_many_elements_an_array_may_have(programs: Programs) -> None:
+    programs.say("scontrol", out="MaxArraySize            = 1001\nMaxJobCount             = 10000")
+    backend = SlurmBackend(Cluster(name="hpc", kind="slurm", options={"bin": str(programs.directory)}))
+    assert [backend.most_elements() for _ in range(2)] == [1001, 1001]
+    assert programs.called() == ["scontrol show config"]
