@@ -12,18 +12,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from harness import Row, report
 from torch import nn
 
-from orc.runtime import Accelerator, ParallelismConfig, TorchTensorParallelConfig
+from orc.runtime import Accelerator, ParallelismConfig, PipelineParallelConfig, TorchTensorParallelConfig
 from orc.runtime.testing import run_ranks
 
 TURNS, BUDGET = 60, 1.02
 WIDTH, LAYERS = 512, 6
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 class Block(nn.Module):
@@ -71,7 +72,59 @@ def tensor() -> tuple[Step, Step, int, int]:
     return ours, by_hand, kept, whole
 
 
-KINDS = {"tensor parallelism, tp 2": tensor}
+def stages(schedule: str) -> tuple[Step, Step, int, int]:
+    """A pipeline, against torch.distributed.pipelining as its documentation has it, with an optimizer of the stage."""
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
+
+    parts, middle = 4, str(LAYERS // 2)
+    words, target = torch.randint(0, WIDTH, (2, 16, 64), generator=torch.Generator().manual_seed(1))
+
+    def decoder() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(WIDTH, WIDTH), *(Block() for _ in range(LAYERS)))
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    handler = PipelineParallelConfig(
+        loss_fn=loss_fn, example_args=(words,), num_microbatches=parts, split_points=[middle], schedule=schedule
+    )
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=handler))
+    whole, model = decoder(), decoder()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
+    rank = accelerator.process_index
+    cut = pipeline(whole, (words[: len(words) // parts],), split_spec={middle: SplitPoint.BEGINNING})
+    stage = cut.build_stage(rank, torch.device("cpu"), torch.distributed.group.WORLD)
+    turns = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule](stage, parts, loss_fn=loss_fn)
+    own = torch.optim.AdamW(stage.submod.parameters(), 1e-3)
+
+    def by_hand() -> float:
+        losses: list[torch.Tensor] = []
+        turns.step(target=target, losses=losses) if rank else turns.step(words)
+        loss = torch.stack(losses).mean().detach() if rank else torch.zeros(())
+        torch.distributed.broadcast(loss, 1)
+        own.step()
+        own.zero_grad()
+        return loss.item()
+
+    def ours() -> float:
+        loss = model(words, target=target)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    for _ in range(2):  # the second step too: it has learned the same
+        assert abs(by_hand() - ours()) < 1e-3
+    kept = sum(one.nbytes for one in model.parameters())
+    return ours, by_hand, kept, sum(one.nbytes for one in whole.parameters())
+
+
+KINDS = {
+    "tensor parallelism, tp 2": tensor,
+    "stages, gpipe": partial(stages, "gpipe"),
+    "stages, 1f1b": partial(stages, "1f1b"),
+}
 
 
 def measured(kind: str, turns: int) -> tuple[list[float], list[float], int, int]:

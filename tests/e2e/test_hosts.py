@@ -77,18 +77,6 @@ def test_a_failing_rank_is_named_with_its_host_and_traceback(laptop: Orc) -> Non
     assert 'train.py", line 3' in text
 
 
-def test_a_running_job_is_cancelled_with_grace_on_every_host(laptop: Orc) -> None:
-    laptop.write_job(WAITING)
-    job = laptop.submit(*SIZE)
-    for rank in (0, 1):
-        laptop.until_log(job, rank, "up")
-    laptop("cancel", job)
-    laptop("wait", job, status=3)
-    view = laptop.job(job)
-    assert (view["state"], view["attempts"][0]["state"]) == ("CANCELLED", "CANCELLED")
-    assert [laptop.log(job, rank).split() for rank in (0, 1)] == [["up", "saving"]] * 2
-
-
 def test_a_job_goes_on_without_the_laptop_and_is_picked_up_by_another(laptop: Orc, another_laptop: Orc) -> None:
     laptop.write_job(WAITING)
     job = laptop.submit(*SIZE)

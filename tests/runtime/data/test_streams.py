@@ -120,7 +120,7 @@ def read(loader):
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("count", [0, 10, 24])
+@pytest.mark.parametrize("count", [0, 10])
 def test_workers_change_nothing_about_a_stream_that_does_not_know_them(workers, count):
     for ranks in (1, 2):
         for rank in range(ranks):
@@ -180,16 +180,18 @@ def collate(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
-@pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("ranks", "split", "size"), [(1, False, 3), (2, False, 3), (2, True, 4), (1, False, None)])
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize(
+    ("ranks", "split", "size", "drop_last"),
+    [(1, False, 3, False), (2, False, 3, True), (2, True, 4, False), (1, False, None, False)],
+)
 def test_what_is_skipped_of_a_stream_never_reaches_collate(collate, workers, drop_last, ranks, split, size):
     options = {"batch_size": size} if size is None else {"batch_size": size, "drop_last": drop_last}
     plain = DataLoader(Numbers(25), num_workers=workers, collate_fn=collate, **options)
     loader = prepare(plain, ranks, ranks - 1, split_batches=split)
     whole = [(batch.tolist(), loader.remainder, loader.end_of_dataloader) for batch in loader]
     collate.calls()
-    for count in (1, 3, len(whole) - 1, len(whole), 99):
+    for count in (3, len(whole) - 1, 99):
         skipped = skip_first_batches(loader, count)
         assert [(b.tolist(), skipped.remainder, skipped.end_of_dataloader) for b in skipped] == whole[count:]
         assert collate.calls() == sorted(batch for batch, *_ in whole[count:])
@@ -226,8 +228,9 @@ def test_a_stream_and_what_is_left_of_it_are_read_side_by_side():
     assert len(read(rest)) == 5
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize(("dataset", "begin"), [(ByWorker, None), (Assigned, assign)])
+@pytest.mark.parametrize(
+    ("dataset", "begin", "persistent"), [(ByWorker, None, False), (ByWorker, None, True), (Assigned, assign, True)]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_skipping_counts_the_batches_of_a_stream_that_shares_itself_out(ranks, dataset, begin, persistent):
     options = {"num_workers": 2, "worker_init_fn": begin, "persistent_workers": persistent}
