@@ -156,6 +156,10 @@ def cluster_option_for(what: str) -> Callable[[Callable[..., Any]], Callable[...
 
 
 cluster_option = cluster_option_for("Cluster to use instead of the job file's.")
+following_option = click.option(
+    "-f", "--follow", "following", is_flag=True, help="Go on until the job has ended, over its retries."
+)
+refresh_option = click.option("--refresh/--no-refresh", default=True, help="Ask the clusters first (the default).")
 yes_option = click.option("-y", "--yes", is_flag=True, help="Send a large snapshot without asking.")
 limit_option = click.option(
     "--limit", type=click.IntRange(1), default=50, show_default=True, help="Largest number of lines."

@@ -32,11 +32,10 @@ class ExportedTable:
     columns: tuple[str, ...]
     key: tuple[str, ...]
     job: str = ""  # the column that names the job that a row belongs to; empty for rows of no job
-    newer: frozenset[str] = frozenset()  # columns that files of an older orc lack
 
 
-def _table(name: str, columns: str, key: str, job: str = "", newer: str = "") -> ExportedTable:
-    return ExportedTable(name, tuple(columns.split()), tuple(key.split()), job, frozenset(newer.split()))
+def _table(name: str, columns: str, key: str, job: str = "") -> ExportedTable:
+    return ExportedTable(name, tuple(columns.split()), tuple(key.split()), job)
 
 
 # Each after those that it refers to.
@@ -57,7 +56,6 @@ TABLES = (
         "first_negative_at cancel_sent_at restarts hosts progress exit sent_to",
         "job_id number",
         "job_id",
-        newer="sent_to",
     ),
     _table("culprits", "job_id attempt host", "job_id attempt host", "job_id"),
     _table("reservations", "cluster host job_id attempt node slots at", "job_id attempt node", "job_id"),

@@ -140,7 +140,7 @@ def _checked_row(value: Any, place: str) -> tuple[ExportedTable, Row]:
     table = _BY_NAME.get(value[0]) if isinstance(value, list) and len(value) == 2 and _is_text(value[0]) else None
     if table is None or not isinstance(value[1], dict):
         raise InvalidImport("not a row of a table", where=place, hint="the file is damaged; export again")
-    row: Row = {**dict.fromkeys(table.newer), **value[1]}
+    row: Row = value[1]
     if unknown := row.keys() - set(table.columns):
         raise InvalidImport(f"{table.name} has no column {min(unknown)!r}", where=place, hint="upgrade orc")
     if missing := set(table.columns) - row.keys():

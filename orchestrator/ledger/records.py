@@ -88,7 +88,7 @@ class AttemptRecord:
     hosts: tuple[str, ...] = ()
     progress: Mapping[str, Any] = field(default_factory=dict)
     exit: Mapping[str, Any] | None = None
-    sent_to: Destination | None = None  # `None`: not sent, or by an older orc
+    sent_to: Destination | None = None  # `None`: not sent
 
     COLUMNS = (
         "job_id, number, marker, state, cause, reason, plan_digest, handle, prepared_at, submitted_at, started_at, "

@@ -9,7 +9,7 @@ import time
 import pytest
 from counted_database import counting
 
-from orc.launchers.backends.base import LogChunk, LogSelector, Phase
+from orc.launchers.backends.base import LogChunk, LogSelector, Phase, SupportsQueue
 from orc.launchers.errors import BackendUnreachable
 from orc.orchestrator.api.logs import list_logs, merge_logs
 from orc.orchestrator.api.session import LedgerSession
@@ -325,3 +325,13 @@ def test_a_job_is_shown_as_it_is_at_one_moment(client, job_file):
     with counting(client.workspace.ledger) as counted:
         assert client.job(job.id) == job
     assert counted["transactions"] == 1
+
+
+def test_the_clusters_of_another_file_are_those_of_that_file(orc_home, tmp_path):
+    described = orc_home / "config" / "clusters.yaml"
+    described.parent.mkdir(parents=True, exist_ok=True)
+    described.write_text("default: {kind: slurm, root: ~/orc}\n")
+    other = tmp_path / "others.yaml"
+    other.write_text("lab: {kind: slurm, root: ~/orc}\nhere: {kind: local}\n")
+    with Client(clusters_file=other) as client:
+        assert client.workspace.clusters_with(SupportsQueue) == (["lab"], {})

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.launchers.errors import LaunchError, SpecError
-from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option, yes_option
+from orc.orchestrator.cli.options import (
+    cluster_option,
+    job_file_argument,
+    json_option,
+    refresh_option,
+    set_option,
+    yes_option,
+)
 from orc.orchestrator.cli.session import check_jobs, open_client
 from orc.orchestrator.cli.session import refresh as ask_clusters
 from orc.orchestrator.cli.ui.display import submission_progress, waiting
@@ -124,7 +131,7 @@ def group_command(kind: str, what: str) -> click.Group:
     @command.command("status", help="Show each job of the group: its values, its state and its newest metrics.")
     @argument
     @click.option("--metric", "wanted", multiple=True, metavar="NAME", help="Show this measurement. May be repeated.")
-    @click.option("--refresh/--no-refresh", default=True, help="Ask the clusters first (the default).")
+    @refresh_option
     @json_option
     def status(group: str, wanted: tuple[str, ...], refresh: bool, as_json: bool) -> None:
         client = open_client()

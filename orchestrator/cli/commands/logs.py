@@ -11,7 +11,7 @@ import click
 
 from orc.launchers.attempts.records import LogChunk, LogSelector
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.options import MOMENT, json_option, newest_job_argument
+from orc.orchestrator.cli.options import MOMENT, following_option, json_option, newest_job_argument
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui import output, reporting
 from orc.orchestrator.cli.ui.display import display, waiting
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @click.command("logs")
 @newest_job_argument
-@click.option("-f", "--follow", "following", is_flag=True, help="Go on until the job has ended, over its retries.")
+@following_option
 @click.option("--rank", "ranks", type=click.IntRange(0), multiple=True, help="Only this rank. May be repeated.")
 @click.option(
     "--node", "nodes", type=click.IntRange(0), multiple=True, help="Output of the agent and the launcher on this node."

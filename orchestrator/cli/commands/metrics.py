@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orc.launchers.errors import BackendUnreachable, LaunchError
-from orc.orchestrator.cli.options import json_option, optional_jobs_argument
+from orc.orchestrator.cli.options import following_option, json_option, optional_jobs_argument
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.ui import jobtext, output, reporting
 from orc.orchestrator.cli.ui.display import waiting
@@ -36,7 +36,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 @click.command("metrics")
 @optional_jobs_argument
-@click.option("-f", "--follow", "following", is_flag=True, help="Go on until the job has ended, over its retries.")
+@following_option
 @click.option("--name", "wanted", multiple=True, help="Draw this measurement instead of the loss. May be repeated.")
 @click.option("--tail", type=click.IntRange(0), default=ROWS, show_default=True, help="Rows of the table.")
 @json_option

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.options import LIVE_STATES, job_ids, optional_jobs_argument, output_options
+from orc.orchestrator.cli.options import LIVE_STATES, job_ids, optional_jobs_argument, output_options, refresh_option
 from orc.orchestrator.cli.session import open_client
 from orc.orchestrator.cli.session import refresh as ask_clusters
 from orc.orchestrator.cli.ui import jobtext, output
@@ -25,7 +25,7 @@ def unended(client: JobsClient) -> list[str]:
 
 @click.command("status")
 @optional_jobs_argument
-@click.option("--refresh/--no-refresh", default=True, help="Ask the clusters first (the default).")
+@refresh_option
 @output_options("json", "yaml", "wide", "name")
 def command(jobs: tuple[str, ...], refresh: bool, form: str | None) -> None:
     """Show attempts, hosts, ranks and the first failure of JOBs. [default: all live jobs]"""

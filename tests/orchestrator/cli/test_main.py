@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import stat
@@ -15,7 +14,7 @@ import pytest
 
 from orc.launchers.errors import BackendUnreachable, SpecError
 from orc.orchestrator.cli import main
-from orc.orchestrator.cli.main import COMMANDS, HIDDEN, SHARED, cli, load
+from orc.orchestrator.cli.main import COMMANDS, HIDDEN, SHARED, load
 from orc.orchestrator.cli.ui import output, reporting
 from orc.orchestrator.cli.ui.reporting import wants_json
 
@@ -286,11 +285,6 @@ def test_the_group_completes_names_without_importing_commands(place: Path) -> No
     env = {**os.environ, "_ORC_COMPLETE": "bash_complete", "COMP_WORDS": "orc re", "COMP_CWORD": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout == "plain,render\nplain,resubmit\n[]\n"
-
-
-def test_cli_is_a_click_group_for_embedding() -> None:
-    assert isinstance(cli, click.Group)
-    assert json.dumps(cli.list_commands(click.Context(cli)))
 
 
 @pytest.mark.parametrize("command", ["version", "--help", "list --json"])

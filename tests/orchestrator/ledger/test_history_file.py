@@ -187,15 +187,6 @@ def test_an_attempt_that_is_live_behind_the_newest_one_is_refused(source, tmp_pa
     target.close()
 
 
-def test_a_file_of_an_older_orc_says_not_where_attempts_were_sent(source, clock, tmp_path):
-    older = re.sub(r',"sent_to":(null|"[^"]*")', "", text(source))
-    assert '"sent_to"' not in older
-    target = Ledger(open_database(tmp_path / "target"), clock)
-    read(target, older)
-    assert content(text(target)) == content(text(source))
-    target.close()
-
-
 def change(exported, table, **values):
     """The file with other values in the first row of *table*."""
     lines = exported.splitlines()
