@@ -7,7 +7,6 @@ preempted run stops, and progress is told; the script needs no line for any of i
 from __future__ import annotations
 
 import atexit
-import sys
 from typing import TYPE_CHECKING, Any
 
 from orc.runtime.core.config import ConfigError
@@ -106,7 +105,7 @@ class Boundary:
         self._preemption.forget(self._checkpointing.ctx)
 
     def _leave(self, step: int) -> None:
-        from orc.runtime.checkpoint.errors import CheckpointError
+        from orc.runtime.checkpoint.errors import CheckpointError, tell
 
         checkpoints = self._checkpointing.checkpoints
         if self._progress is not None:
@@ -114,7 +113,7 @@ class Boundary:
         try:
             checkpoints.finish()
         except CheckpointError as error:  # what follows saves this step anyway
-            print(f"orc: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            tell(error)
         if checkpoints.root is None:
             message = f"preempted after step {step}; nothing was saved: there is no checkpoint directory"
         elif checkpoints.saved_step == step:
@@ -122,7 +121,7 @@ class Boundary:
         else:
             message = f"preempted after step {step}, saved to {self._checkpointing.save_checkpoint()}"
         if checkpoints.context.is_main:
-            print(f"orc: {message}", file=sys.stderr, flush=True)  # noqa: T201
+            tell(message)
         self._preemption.leaving = True
         raise Preempted(message)
 

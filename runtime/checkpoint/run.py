@@ -121,9 +121,8 @@ class RunCheckpoints:
         project: ProjectConfiguration,
         *,
         timeout: timedelta | None = None,
-        state: str | None = None,
     ) -> None:
-        self.state = state
+        self.state: str | None = None
         self.context = context
         self.prepared = prepared
         self.project = project
@@ -212,13 +211,6 @@ class RunCheckpoints:
                 "ProjectConfiguration(automatic_checkpoint_naming=True), or set ORC_CHECKPOINT_DIR"
             )
         numbered = directory is None
-
-        keep = self.keep
-
-        def retain(destination: Destination) -> None:
-            if root is not None and destination.leads:
-                root.retain(keep)
-
         state = self.state or strategy_wanted(getattr(self.context, "fsdp_plugin", None))
         request = SaveRequest(
             directory,
@@ -229,14 +221,15 @@ class RunCheckpoints:
             tuple(hooks),
             state,
             engine_options or {},
+            keep=self.keep,
         )
         first = "barrier" not in self.__dict__
         try:
-            destination = self._save(request, retain, block, self.barrier, self._survey)
+            destination = self._save(request, block, self.barrier, self._survey)
             if numbered:
                 self.saved_step = self.step
         except RanksElsewhere as elsewhere:
-            destination = self._save_alone(request, retain, block, elsewhere)
+            destination = self._save_alone(request, block, elsewhere)
             if first:  # peers may meet for something else first
                 self.barrier.withdraw()
                 del self.barrier, self._survey
@@ -245,9 +238,7 @@ class RunCheckpoints:
             self.project.iteration = (number_of(target) or 0) + 1
         return target
 
-    def _save_alone(
-        self, request: SaveRequest, retain: Callable[[Destination], None], block: bool, elsewhere: RanksElsewhere
-    ) -> Destination:
+    def _save_alone(self, request: SaveRequest, block: bool, elsewhere: RanksElsewhere) -> Destination:
         """Save on rank 0, where the others are *elsewhere*; for them this is no save, so `saved_step` stays."""
         check_savable_alone(self.prepared, elsewhere)
         if not self._told_alone:
@@ -258,20 +249,13 @@ class RunCheckpoints:
             self._told_alone = True
         barrier = BarrierAlone(self.context, self._timeout_s, name="alone")
         survey = Survey(self.context, barrier, "1")  # who shares no directory gets a copy when it loads
-        destination = self._save(replace(request, alone=True), retain, block, barrier, survey)
+        destination = self._save(replace(request, alone=True), block, barrier, survey)
         self.barrier.note_alone(str(destination.target))
         return destination
 
-    def _save(
-        self,
-        request: SaveRequest,
-        retain: Callable[[Destination], None],
-        block: bool,
-        barrier: Barrier,
-        survey: Survey,
-    ) -> Destination:
+    def _save(self, request: SaveRequest, block: bool, barrier: Barrier, survey: Survey) -> Destination:
         stage = None if block else self._stage
-        destination, finish = begin(self.context, barrier, survey, self.prepared, request, retain, stage)
+        destination, finish = begin(self.context, barrier, survey, self.prepared, request, stage)
         if block:
             finish(barrier, WRITERS)
             return destination

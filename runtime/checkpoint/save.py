@@ -85,6 +85,7 @@ class SaveRequest:
     state: str | None = None  # strategy of sharded models
     engine_options: Mapping[str, Any] = field(default_factory=dict)  # of engines that lay out their own part
     alone: bool = False  # rank 0 saves by itself
+    keep: int | None = None  # how many numbered checkpoints stay
 
 
 Task = Callable[[Hashing], None]
@@ -108,7 +109,6 @@ def begin(
     survey: Survey,
     prepared: Prepared,
     request: SaveRequest,
-    retain: Callable[[Destination], None],
     stage: Stage | None = None,
 ) -> tuple[Destination, Callable[[Barrier, int], None]]:
     """Collect what is to be saved; with *stage* copied, so that training may go on.
@@ -127,7 +127,7 @@ def begin(
 
     def finish(barrier: Barrier, writers: int) -> None:
         with _undone(opened.destination):
-            write(context, barrier, request, opened, content, retain, writers=writers, shards=shards)
+            write(context, barrier, request, opened, content, writers=writers, shards=shards)
 
     return opened.destination, finish
 
@@ -217,13 +217,11 @@ def write(
     request: SaveRequest,
     opened: Opened,
     content: Content,
-    retain: Callable[[Destination], None],
     *,
     writers: int = WRITERS,
     shards: ShardPlans | None = None,
 ) -> None:
-    """Write and commit what `capture` collected, the last part of a save. *retain* removes what it takes the place of,
-    before any rank goes on.
+    """Write and commit what `capture` collected, the last part of a save; old checkpoints go before any rank goes on.
 
     Raises:
         CheckpointError: a rank could not; nothing has changed.
@@ -286,8 +284,8 @@ def write(
         error = error or attempt(refuse_superseded)[1] or attempt(lambda: destination.commit(manifest))[1]
     barrier.hold("save_state (committing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
     error = attempt(destination.clear)[1] if destination.leads else None
-    if request.directory is None:
-        error = error or attempt(lambda: retain(destination))[1]
+    if (root := request.root) is not None and request.directory is None and destination.leads:
+        error = error or attempt(lambda: root.retain(request.keep))[1]
     if error is not None:
         error = f"{destination.target} is complete, but older checkpoints could not be removed: {error}"
     barrier.hold("save_state (retention)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)

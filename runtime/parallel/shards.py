@@ -12,6 +12,7 @@ from orc.runtime.core.topology import dimension_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.tensor import DTensor
 
 
 def spread_over(parameters: Iterable[Tensor]) -> set[str]:
@@ -29,6 +30,13 @@ def local_part(tensor: Any) -> Tensor:
     held = tensor.detach()
     part: Tensor = held.to_local() if hasattr(held, "to_local") else held
     return part
+
+
+def replicated(tensor: Tensor, mesh: Any) -> DTensor:
+    """Return *tensor*, which all ranks of *mesh* have alike, as a DTensor over it."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def whole(data: Any, *, keep: bool = True, on_cpu: bool = False) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.core.errors import OrcRuntimeError
+from orc.runtime.core.parsing import nearest
 from orc.runtime.memory.device_map import infer_auto_device_map
 from orc.runtime.memory.sizes import compute_module_sizes
 from orc.runtime.parallel.call_form import CallForm
@@ -49,9 +49,7 @@ def check_names(model: nn.Module, names: Sequence[str]) -> None:
     known = [name for name, _ in model.named_modules() if name]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"split_points: the model has no module {name!r}{hint}")
+            raise ValueError(f"split_points: the model has no module {name!r}{nearest(str(name), known)}")
     if len(set(names)) < len(names):
         raise ValueError(f"split_points: a module is named twice in {list(names)}")
 

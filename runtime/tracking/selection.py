@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable
 from typing import TypeAlias
 
 from orc.runtime.core.availability import is_package
+from orc.runtime.core.parsing import nearest
 from orc.runtime.tracking.aim import AimTracker
 from orc.runtime.tracking.base import LOGGER, GeneralTracker, LibraryTracker, check_tracker
 from orc.runtime.tracking.clearml import ClearMLTracker
@@ -130,8 +130,7 @@ def _known(tracker: Tracker) -> Chosen:
     if name in _REGISTERED:
         return _REGISTERED[name]
     if name not in {*LoggerType}:
-        near = difflib.get_close_matches(name, LoggerType, n=1)
-        hint = f", did you mean {str(near[0])!r}?" if near else ""
+        hint = nearest(name, map(str, LoggerType))
         raise ValueError(f"log_with: unsupported tracker {tracker!r}{hint}; choose from {', '.join(LoggerType)}")
     return LoggerType(name)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orc.runtime.core.parsing import nearest
 from orc.runtime.memory.device_map import check_device_map, find_tied_parameters, retie_parameters
 from orc.runtime.weights.alignment import (
     AlignDevicesHook,
@@ -399,9 +399,7 @@ def _check_names(model: nn.Module, device_map: Mapping[str, Device]) -> None:
     known = {name for name, _ in model.named_modules()} | set(model.state_dict())
     for name in device_map:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"device_map: the model has no module {name!r}{hint}")
+            raise ValueError(f"device_map: the model has no module {name!r}{nearest(name, known)}")
 
 
 def _check_devices(device_map: Mapping[str, Device]) -> None:

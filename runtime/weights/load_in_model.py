@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.core.parsing import nearest
 from orc.runtime.memory.device_map import (
     MaxMemory,
     find_tied_parameters,
@@ -276,11 +277,7 @@ def load_checkpoint_in_model(
         CheckpointError: no weights are there, they do not fit, or with *strict* names differ.
         ValueError: *device_map* lacks a device or an *offload_folder*, or an option is not supported.
     """
-    refused = {"offload_8bit_bnb": offload_8bit_bnb, "full_state_dict": not full_state_dict,
-               "broadcast_from_rank0": broadcast_from_rank0}  # fmt: skip
-    for option, given in refused.items():
-        if given:
-            raise ValueError(f"load_checkpoint_in_model: {option}={option != 'full_state_dict'} is not supported")
+    _refuse("load_checkpoint_in_model", full_state_dict, broadcast_from_rank0, offload_8bit_bnb)
     if device_map is not None and "disk" in device_map.values() and offload_folder is None:
         raise ValueError("the device_map puts modules on the disk: say where with offload_folder")
     model = extract_model_from_parallel(model, keep_torch_compile=False)
@@ -289,8 +286,7 @@ def load_checkpoint_in_model(
         check_plan(model, device_map)
     wanted = as_dtype(dtype)
     weights = checkpoint_weights(checkpoint)
-    values = {name: value for name, (_, value) in weights.items()}
-    check_fit(model, values, tied, checkpoint, strict, may_lack=True)
+    check_fit(model, _values(weights), tied, checkpoint, strict, may_lack=True)
     in_fp32 = set(keep_in_fp32_modules or ())
     placement = Placement(model, device_map, offload_folder, offload_buffers, in_files=False)
     placement.put_all(
@@ -355,9 +351,7 @@ def load_checkpoint_and_dispatch(
         CheckpointError: the checkpoint is incomplete or damaged, or is one of another model.
         ValueError: the device map does not fit the model or the machine, or an option is not supported.
     """
-    for option, given in (("full_state_dict", not full_state_dict), ("broadcast_from_rank0", broadcast_from_rank0)):
-        if given:
-            raise ValueError(f"load_checkpoint_and_dispatch: {option}={option[0] == 'b'} is not supported")
+    _refuse("load_checkpoint_and_dispatch", full_state_dict, broadcast_from_rank0)
     if device_map is None:
         check_fit(model, _values(checkpoint_weights(checkpoint)), find_tied_parameters(model), checkpoint, strict)
         load_checkpoint_in_model(model, checkpoint, dtype=dtype, offload_folder=offload_folder, strict=strict)
@@ -400,9 +394,8 @@ def planned(
         ValueError: there is no such strategy.
     """
     if strategy not in STRATEGIES:
-        near = difflib.get_close_matches(strategy, STRATEGIES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"device_map={strategy!r} is none of {', '.join(map(repr, STRATEGIES))}{hint}")
+        known = ", ".join(map(repr, STRATEGIES))
+        raise ValueError(f"device_map={strategy!r} is none of {known}{nearest(strategy, STRATEGIES)}")
     if strategy != "sequential":
         max_memory = get_balanced_memory(
             model, max_memory, no_split_module_classes, dtype, special_dtypes, strategy == "balanced_low_0"
@@ -435,6 +428,14 @@ def _share_entries(model: nn.Module, index: dict[str, dict[str, Any]], ties: Seq
                 # The one parameter, of the data type that was asked for.
                 model.get_submodule(path)._parameters[attribute] = model.get_parameter(entry)
                 index[name] = {**index[entry], "weight_name": index[entry].get("weight_name", entry)}
+
+
+def _refuse(function: str, full_state_dict: bool, broadcast_from_rank0: bool, offload_8bit_bnb: bool = False) -> None:
+    refused = {"full_state_dict": not full_state_dict, "broadcast_from_rank0": broadcast_from_rank0,
+               "offload_8bit_bnb": offload_8bit_bnb}  # fmt: skip
+    for option, given in refused.items():
+        if given:
+            raise ValueError(f"{function}: {option}={option != 'full_state_dict'} is not supported")
 
 
 def _values(weights: Mapping[str, tuple[Path | None, Tensor]]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from orc.runtime.checkpoint.format.layout import (
     WEIGHTS_NAME,
 )
 from orc.runtime.checkpoint.format.state_file import without_aliases, write_tensors
-from orc.runtime.checkpoint.storage.durable import HashingFile
+from orc.runtime.checkpoint.storage.durable import Hashing, HashingFile
 from orc.runtime.core.names import safe_relative_name
 from orc.runtime.parallel import extract_model_from_parallel
 
@@ -127,18 +127,19 @@ def save_model(
 def _write(path: Path, part: dict[str, torch.Tensor], aliases: dict[str, str], safe: bool) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    file = HashingFile(temporary)
-    try:
+
+    def put(file: Hashing) -> None:
         if safe:
             metadata = {"format": "pt"} | ({"orc.aliases": json.dumps(aliases)} if aliases else {})
             write_tensors(file, part, metadata)
         else:
             torch.save(part, cast(IO[bytes], file))
+
+    try:
+        HashingFile(temporary).fill(put)
     except BaseException:
-        file.abandon()
         temporary.unlink()
         raise
-    file.close()
     temporary.replace(path)
 
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from orc.runtime.checkpoint.errors import CheckpointError
-from orc.runtime.checkpoint.format import state_file
-from orc.runtime.checkpoint.storage.copying import read_weights
+from orc.runtime.checkpoint.storage.copying import read_state
 from orc.runtime.core.names import safe_relative_name
 from orc.runtime.weights.empty_weights import set_module_tensor_to_device
 
@@ -308,12 +307,7 @@ def mapped_weights(path: Path, mapped: bool = True) -> Mapping[str, Tensor]:
     Raises:
         CheckpointError: it cannot be read, or holds something else.
     """
-    if path.suffix == ".safetensors":
-        return read_weights(path)
-    try:
-        state = state_file.read(path, "cpu", mmap=mapped)
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    state = read_state(path, None if mapped else "cpu")
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(f"{path} holds no state dict: load the weights in it with torch.load")
     return state

@@ -22,20 +22,21 @@ from orc.runtime.checkpoint.state.fit import LIKE_PARAMETER, difference, sizes_o
 from orc.runtime.checkpoint.state.shard_files import files_of, paths, plan_of, read_metadata, read_shards
 from orc.runtime.checkpoint.state.strategies import (
     SHARDED,
+    Full,
     bare_optimizer,
     flattened,
-    is_dtensor,
     models_of,
     named_state,
     names_by_position,
     positioned_state,
 )
 from orc.runtime.core.prepared import Layout, PreparedModel
+from orc.runtime.parallel.shards import replicated
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 
 
-class Sharded:
+class Sharded(Full):
     """The strategy ``dcp``."""
 
     name = SHARDED
@@ -216,12 +217,9 @@ def _target(saved: TensorStorageMetadata, there: Any, parameter: torch.Tensor | 
         return torch.empty(saved.size, dtype=dtype)
     if parameter.shape == saved.size:
         return torch.empty_like(parameter, dtype=dtype).detach()
-    if is_dtensor(parameter):
-        from torch.distributed.tensor import DTensor, Replicate
-
+    if hasattr(parameter, "full_tensor"):
         mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-        whole = torch.empty(saved.size, dtype=dtype, device=mesh.device_type)
-        return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return replicated(torch.empty(saved.size, dtype=dtype, device=mesh.device_type), mesh)
     return torch.empty(saved.size, dtype=dtype, device=parameter.device)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,21 +16,20 @@ from orc.runtime.checkpoint.state import fit
 from orc.runtime.core.prepared import Layout, PreparedModel
 from orc.runtime.parallel.partition import Partition, part_of_optimizer, whole_model, whole_optimizer
 from orc.runtime.parallel.records import records_of
-from orc.runtime.parallel.shards import whole
+from orc.runtime.parallel.shards import replicated, whole
 
 if TYPE_CHECKING:
-    from orc.runtime.checkpoint.state.dcp import Sharded
     from orc.runtime.core.prepared import Prepared
     from orc.runtime.train.engine import OwnState
 
 FULL, SHARDED = "full", "dcp"
 
 
-def strategy_named(name: str) -> Full | Sharded:
+def strategy_named(name: str) -> Full:
     """Return the strategy *name*: ``full`` or ``dcp``, whose part of torch is imported when it is requested."""
     if name == FULL:
         return Full()
-    sharded: Sharded = importlib.import_module("orc.runtime.checkpoint.state.dcp").Sharded()
+    sharded: Full = importlib.import_module("orc.runtime.checkpoint.state.dcp").Sharded()
     return sharded
 
 
@@ -60,22 +58,13 @@ def strategy_of_optimizer(optimizer: Any, models: Sequence[PreparedModel], wante
 def steps_parts(optimizer: Any, models: Sequence[PreparedModel]) -> bool:
     """Return whether *optimizer* steps parameters of which this process holds a part alone, those of *models*."""
     sharded = [model for model in models if model.spread]
-    return has_sharded_parameters(optimizer) or bool(sharded and models_of(optimizer, sharded))
+    groups = getattr(bare_optimizer(optimizer), "param_groups", ())  # an optimizer of the script may have none
+    cut = any(hasattr(parameter, "full_tensor") for group in groups for parameter in group["params"])
+    return cut or bool(sharded and models_of(optimizer, sharded))
 
 
 # What compiling, checkpointing of activations and FSDP 1 put between a module's name and its children's.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-
-
-def gathers_state(optimizer: object) -> bool:
-    """Return whether the ``state_dict`` of *optimizer* is gathered: all processes call it together."""
-    return bool(getattr(optimizer, "gathers_state", False))
-
-
-def is_dtensor(value: object) -> bool:
-    """Return whether *value* is a DTensor; torch's module of them is not imported for the question."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # another thread may be loading it
-    return kind is not None and isinstance(value, kind)
 
 
 def flattened(models: Sequence[PreparedModel]) -> bool:
@@ -87,12 +76,6 @@ def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return torch's optimizer inside a prepared one."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
-
-
-def has_sharded_parameters(optimizer: Any) -> bool:
-    """Return whether *optimizer* steps DTensors."""
-    groups = getattr(bare_optimizer(optimizer), "param_groups", ())
-    return any(is_dtensor(parameter) for group in groups for parameter in group["params"])
 
 
 def models_of(optimizer: Any, models: Sequence[PreparedModel]) -> list[PreparedModel]:
@@ -190,7 +173,8 @@ class Full:
     """The strategy ``full``.
 
     ``..._state`` and ``load_...`` are called on every rank, and may exchange tensors; ``..._problem`` changes nothing
-    and needs no other rank. A source is what was read from the file; that of `Sharded` the folder of shards.
+    and needs no other rank. A source is what was read from the file; that of the strategy ``dcp``, which has the same
+    methods, the folder of shards.
     """
 
     name = FULL
@@ -221,7 +205,8 @@ class Full:
             with _fitting():
                 return whole_optimizer(partition, bare, names_by_position(bare, stepped), keep=keep)
         if strategy_of_optimizer(optimizer, models) == FULL:
-            return dict(optimizer.state_dict()) if keep or gathers_state(optimizer) else {}
+            # One that gathers its state from all processes is asked on all of them.
+            return dict(optimizer.state_dict()) if keep or getattr(optimizer, "gathers_state", False) else {}
         bare = bare_optimizer(optimizer)
         if not flattened(stepped):
             return dict(whole(bare.state_dict(), keep=keep, on_cpu=True))
@@ -316,16 +301,15 @@ def _sharded_like(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def _part(value: Any, parameter: torch.Tensor) -> Any:
-    if not isinstance(value, torch.Tensor) or value.ndim == 0 or not is_dtensor(parameter):
+    if not isinstance(value, torch.Tensor) or value.ndim == 0 or not hasattr(parameter, "full_tensor"):
         return value.clone() if isinstance(value, torch.Tensor) else value
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
     alike = value.shape == parameter.shape
     placements = parameter.placements if alike else [Replicate()] * mesh.ndim  # type: ignore[attr-defined]
     # Every rank has the whole, so that cutting it needs no other.
-    everywhere = DTensor.from_local(value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return everywhere.redistribute(mesh, placements).clone()
+    return replicated(value.to(mesh.device_type), mesh).redistribute(mesh, placements).clone()
 
 
 def check_savable_alone(prepared: Prepared, elsewhere: RanksElsewhere) -> None:

@@ -16,6 +16,7 @@ import ctypes
 import errno
 import os
 import shutil
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -294,19 +295,26 @@ def checksums(paths: Iterable[Path]) -> list[FileRecord | OSError]:
     files = [_File(path) for path in paths]
     threads = min(len(os.sched_getaffinity(0)), _THREADS)
     under_way: deque[tuple[_File, Future[Any]]] = deque()
-    buffers = [memoryview(bytearray(_PIECE)) for _ in range(threads + 2)]
+    buffers = _Buffers()
     try:
         with ThreadPoolExecutor(threads) as pool:
-            for number, (file, start) in enumerate(_pieces(files)):
-                if number >= len(buffers):  # the one that had this buffer
+            for file, start in _pieces(files):
+                if len(under_way) > threads:
                     _File.add(*under_way.popleft())
-                under_way.append((file, pool.submit(file.sums, start, buffers[number % len(buffers)])))
+                under_way.append((file, pool.submit(file.sums, start, buffers)))
             while under_way:
                 _File.add(*under_way.popleft())
     finally:
         for file in files:
             file.close()
     return [file.failure or FileRecord(file.size, file.total.value()) for file in files]
+
+
+class _Buffers(threading.local):
+    """Where each thread reads a piece, again and again: it stays in the cache of its core."""
+
+    def __init__(self) -> None:
+        self.piece = memoryview(bytearray(_PIECE))
 
 
 class _File:
@@ -329,9 +337,9 @@ class _File:
             os.close(self._fd)
             self._fd = -1
 
-    def sums(self, start: int, buffer: memoryview) -> Any:
-        """Return the sums of the piece at *start*, read into *buffer*; less of it where the file has become shorter."""
-        at, end = start, min(start + _PIECE, self.size)
+    def sums(self, start: int, buffers: _Buffers) -> Any:
+        """Return the sums of the piece at *start*; of less where the file has become shorter."""
+        at, end, buffer = start, min(start + _PIECE, self.size), buffers.piece
         while at < end and (count := os.preadv(self._fd, [buffer[at - start : end - start]], at)):
             at += count
         return sums_of_cells(buffer[: at - start])

@@ -352,15 +352,16 @@ def fail(error, file):
 
 
 def test_a_save_is_written_and_agreed_on_step_by_step(tmp_path):
-    save_, table, retained = opened(tmp_path / "checkpoint_0", numbered=True), Table(), []
+    save_, table, kept = opened(tmp_path / "checkpoint_0", numbered=True), Table(), []
     content = {"a": partial(put, b"1"), "b": partial(put, b"22")}
-    write(context(world_size=1), table, request(), save_, content, retained.append)
+    root = SimpleNamespace(retain=lambda keep: kept.append((keep, (tmp_path / "checkpoint_0").exists())))
+    write(context(world_size=1), table, request(root=root, keep=3), save_, content)
     assert table.log == [
         ("save_state (writing)", 3600.0),
         ("save_state (committing)", 3600.0),
         ("save_state (retention)", 3600.0),
     ]
-    assert retained == [save_.destination]
+    assert kept == [(3, True)]
     manifest = read_manifest(tmp_path / "checkpoint_0")
     assert {name: record.size for name, record in manifest.files.items()} == {"a": 1, "b": 2}
     assert manifest == Manifest("0af3", 7, 1, 20, 1, 5.5, manifest.files)
@@ -377,13 +378,13 @@ def test_what_one_rank_could_not_write_ends_the_save_on_all(tmp_path):
         ({"a": partial(fail, CheckpointError("my words"))}, "my words"),
     ]:
         table = Table()
-        assert said(lambda: write(context(), table, request(tmp_path / "s"), save_, content, None)) == message  # noqa: B023
+        assert said(lambda: write(context(), table, request(tmp_path / "s"), save_, content)) == message  # noqa: B023
         assert [what for what, _ in table.log] == ["save_state (writing)"]
         assert not (tmp_path / "s").exists()
         for path in (tmp_path / "s.tmp").glob("[ab]"):
             path.unlink()
     table = Table(**{"save_state (writing)": [{"error": "disk full", "site": 0, "files": {}}]})
-    assert said(lambda: write(context(), table, request(), save_, {}, None)) == "rank 1: disk full"
+    assert said(lambda: write(context(), table, request(), save_, {})) == "rank 1: disk full"
 
 
 def test_what_keeps_the_leader_from_committing_is_told(tmp_path, monkeypatch):
@@ -416,14 +417,14 @@ def test_what_keeps_the_leader_from_committing_is_told(tmp_path, monkeypatch):
         failing.clear()
         failing.add(part)
         table = Table()
-        text = said(lambda: write(context(), table, request(), Opened(destination, ALONE, "a", 0.0), {}, None))  # noqa: B023
+        text = said(lambda: write(context(), table, request(), Opened(destination, ALONE, "a", 0.0), {}))  # noqa: B023
         assert text == message
         assert events == expected
         assert table.log[-1] == ("save_state (committing)", 3600.0)
     destination.leads = False
     events.clear()
     table = Table()
-    write(context(), table, request(tmp_path / "s"), Opened(destination, ALONE, "a", 0.0), {}, None)
+    write(context(), table, request(tmp_path / "s"), Opened(destination, ALONE, "a", 0.0), {})
     assert events == []
     assert table.brought[1:] == [None, None]
 
@@ -439,7 +440,7 @@ def test_several_sites_complete_each_other_before_any_commits(tmp_path, monkeypa
     monkeypatch.setattr(save, "complete", complete)
     save_ = opened(tmp_path / "s", sites)
     table = Table(**{"save_state (writing)": [{"error": None, "site": 1, "files": {}}]})
-    write(context(world_size=2), table, request(tmp_path / "s"), save_, {"a": partial(put, b"1")}, None)
+    write(context(world_size=2), table, request(tmp_path / "s"), save_, {"a": partial(put, b"1")})
     assert asked == [(table, sites, save_.destination)]
     assert table.log[1] == ("save_state (sealing)", 3600.0)
     assert sorted(read_manifest(tmp_path / "s").files) == ["a", "b"]
@@ -450,26 +451,27 @@ def test_several_sites_complete_each_other_before_any_commits(tmp_path, monkeypa
     monkeypatch.setattr(save, "complete", broken)
     save_ = opened(tmp_path / "t", sites)
     table = Table(**{"save_state (writing)": [{"error": None, "site": 1, "files": {}}]})
-    assert said(lambda: write(context(), table, request(), save_, {"a": partial(put, b"1")}, None)) == "no link"
+    assert said(lambda: write(context(), table, request(), save_, {"a": partial(put, b"1")})) == "no link"
     assert table.log[-1] == ("save_state (sealing)", 3600.0)
     assert not (tmp_path / "t.tmp" / "manifest.json").exists()
 
 
 def test_old_checkpoints_that_cannot_go_are_told_with_the_new_one_complete(tmp_path):
-    def retain(destination):
+    def retain(keep):
         raise PermissionError(13, "Permission denied")
 
+    root = SimpleNamespace(retain=retain)
     save_ = opened(tmp_path / "checkpoint_0", numbered=True)
-    assert said(lambda: write(context(), Table(), request(), save_, {}, retain)) == (
+    assert said(lambda: write(context(), Table(), request(root=root), save_, {})) == (
         f"{tmp_path}/checkpoint_0 is complete, but older checkpoints could not be removed: "
         "PermissionError: [Errno 13] Permission denied"
     )
     assert read_manifest(tmp_path / "checkpoint_0").id == "0af3"
-    write(context(), Table(), request(tmp_path / "s"), opened(tmp_path / "s"), {}, retain)
+    write(context(), Table(), request(tmp_path / "s", root), opened(tmp_path / "s"), {})
 
 
-def whole_save(prepared, request, retain=None):
-    destination, finish = save.begin(context(), Table(), survey(), prepared, request, retain)
+def whole_save(prepared, request):
+    destination, finish = save.begin(context(), Table(), survey(), prepared, request)
     finish(Table(), 1)
     return destination
 

@@ -150,7 +150,7 @@ def run_stages():
 
 
 FAILURES = {
-    "unknown": "ValueError: split_points: the model has no module 'blocks.9'; did you mean 'blocks.3'?",
+    "unknown": "ValueError: split_points: the model has no module 'blocks.9', did you mean 'blocks.3'?",
     "twice": "ValueError: split_points: a module is named twice",
     "too many": "ValueError: split_points names 2 modules, which makes 3 stages, but there are 2 processes",
     "not called": "ValueError: split_points: 'blocks' is not called",
@@ -182,7 +182,7 @@ def test_stages_on_two_processes_compute_what_the_model_does(run_ranks):
         assert first.pop(name) == last[name]
         assert last.pop(name).startswith(message)
     assert last.pop("on one").startswith(
-        "ValueError: split_points: the model has no module 'heat'; did you mean 'head'?"
+        "ValueError: split_points: the model has no module 'heat', did you mean 'head'?"
     )
     assert first.pop("on one").startswith(
         "OrcRuntimeError: prepare_pippy failed on process 1: ValueError: split_points"

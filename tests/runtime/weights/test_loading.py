@@ -89,7 +89,7 @@ def test_what_does_not_fit_leaves_the_model_as_it_was(tmp_path, fault):
         "shape": r"last\.weight has shape \(2, 4\)",
         "cut": r"model-0000.-of-0000.\.safetensors cannot be loaded",
         "device": "which this machine does not have",
-        "module": r"has no module 'frist'; did you mean 'first'",
+        "module": r"has no module 'frist', did you mean 'first'",
     }[fault]  # fmt: skip
     if fault == "lacks":
         other.last, strict = nn.Identity(), True
