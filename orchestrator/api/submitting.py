@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import os
 import stat
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 _LONGEST_SECRET = 64 << 10
+_storing = threading.Lock()  # of the runtime: some hundred files
 
 
 class Submitter:
@@ -333,7 +335,8 @@ class Submitter:
                 check_script(spec, code)
                 runtime = ws.runtime
                 if runtime is None or not store.use(runtime.digest):
-                    runtime = ws.runtime = store.ingest(runtime_bundle(cache=store.scan_cache))
+                    with _storing:  # the first of many that come at once; the others find it
+                        runtime = ws.runtime = store.ingest(runtime_bundle(cache=store.scan_cache))
                 trees[key] = Snapshot(code, runtime, store.load(sent.environment) if sent.environment else None)
             check_script(spec, trees[key].code)
             return trees[key]
