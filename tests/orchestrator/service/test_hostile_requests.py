@@ -206,7 +206,17 @@ def test_a_name_that_leads_elsewhere_leads_nowhere(served: Served, route: str, n
 
 
 @pytest.mark.parametrize(
-    "query", ["rank=-1", "rank=../../x", "node=1e9", "rank=1&node=1", f"offset={1 << 70}", "limit=0", "attempt=0"]
+    "query",
+    [
+        "rank=-1",
+        "rank=../../x",
+        "rank=0/../0",
+        "node=1e9",
+        "rank=1&node=1",
+        f"offset={1 << 70}",
+        "limit=0",
+        "attempt=0",
+    ],
 )
 def test_a_log_is_named_by_numbers_alone(served: Served, query: str) -> None:
     with served.http("eve") as http:

@@ -59,15 +59,6 @@ class GivenWithLength(Given):
         return len(self.batches)
 
 
-class Epochs:
-    """A sampler that wants to know the epoch."""
-
-    epoch = None
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-
 class Passes(PassSampler):
     """Yields the pass that it serves."""
 
@@ -85,14 +76,6 @@ def test_the_pass_that_begins_is_served_once_by_the_iterator_that_is_used():
     iter(sampler)  # a loader with workers makes one that it does not use
     assert next(iter(sampler)) is current
     assert list(sampler) == [Pass()]
-
-
-def test_the_epoch_is_told_to_a_sampler_that_asks_for_it():
-    passes = Passes(alone)
-    passes.set_epoch(5)
-    passes.sampler = Epochs()
-    passes.set_epoch(5)
-    assert passes.sampler.epoch == 5
 
 
 # Plans
@@ -430,10 +413,3 @@ def test_a_position_of_a_known_order_is_refused_by_a_sampler_of_a_scripts_own():
         "saved from a seeded order of samples, this loader has a sampler of its own: give it the sampler it had when "
         "the checkpoint was written"
     )
-
-
-def test_the_epoch_is_told_to_the_batch_sampler_of_a_script():
-    batches = Epochs()
-    batches.batch_size = 2
-    custom_batches(batches).set_epoch(8)
-    assert batches.epoch == 8

@@ -205,30 +205,8 @@ def test_autocast_and_scaler_of_the_current_settings():
         assert type(sharded).__name__ == "ShardedGradScaler"
 
 
-def test_helpers_have_a_second_home():
-    utils = importlib.import_module("orc.runtime.utils")
-    for name in orc.runtime.__all__:
-        assert getattr(utils, name) is getattr(orc.runtime, name)
-    assert set(orc.runtime.__all__) <= {*dir(utils)}
-    assert not hasattr(utils, "no_such_helper")
-
-
 @pytest.mark.parametrize("path", ["data_loader", "utils.environment", "utils.operations"])
 def test_documented_paths_hold_the_same_names(path):
     module = importlib.import_module(f"orc.runtime.{path}")
     for name in module.__all__:
         assert getattr(module, name) is getattr(orc.runtime, name)
-
-
-def test_documented_helpers_are_all_there():
-    documented = """broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 gather
-        gather_object get_grad_scaler get_mixed_precision_context_manager listify pad_across_processes recursively_apply
-        reduce send_to_device slice_tensors is_bf16_available is_ipex_available is_mps_available is_npu_available
-        is_torch_version is_torch_xla_available is_xpu_available patch_environment clear_environment set_numa_affinity
-        find_executable_batch_size calculate_maximum_sizes compute_module_sizes extract_model_from_parallel
-        get_balanced_memory get_max_layer_size infer_auto_device_map load_checkpoint_in_model load_offloaded_weights
-        load_state_dict offload_state_dict retie_parameters set_module_tensor_to_device save load wait_for_everyone
-        set_seed synchronize_rng_state synchronize_rng_states write_basic_config"""
-    from orc.runtime import utils
-
-    assert [name for name in documented.split() if not hasattr(utils, name)] == []
