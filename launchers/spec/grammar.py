@@ -103,7 +103,13 @@ def time_limit(value: Any) -> str:
     total = -int(-seconds(value) // 1)
     if total < 1:
         raise ValueError("a time limit is at least one second")
-    return f"{total // 3600}:{total // 60 % 60:02}:{total % 60:02}"
+    return clock(total)
+
+
+def clock(seconds: float) -> str:
+    """Return a number of seconds as ``H:MM:SS``."""
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def memory(value: Any) -> str:

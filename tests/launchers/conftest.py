@@ -13,8 +13,8 @@ from orc.launchers.snapshot.scan import Bundle
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """A working tree: nested directories, equal contents, an empty file, an executable, links, odd names."""
+def small_tree(tmp_path: Path) -> Path:
+    """A working tree: nested directories, equal contents, an empty file, an executable, a link."""
     root = tmp_path / "tree"
     (root / "pkg/deep").mkdir(parents=True)
     (root / "train.py").write_text("print('train')\n")
@@ -23,9 +23,16 @@ def tree(tmp_path: Path) -> Path:
     (root / "pkg/größe.py").write_text("x = 1\n")
     (root / "run.sh").write_text("x = 1\n")
     (root / "run.sh").chmod(0o755)
+    (root / "latest").symlink_to("pkg/deep")
+    return root
+
+
+@pytest.fixture
+def tree(small_tree: Path) -> Path:
+    """A larger one, with odd names."""
+    root = small_tree
     (root / "only.sh").write_text("#!/bin/sh\n")
     (root / "only.sh").chmod(0o755)
-    (root / "latest").symlink_to("pkg/deep")
     (root / "-n a'me").write_text("odd\n")
     (root / "weights.bin").write_bytes(os.urandom(700_000))
     for number in range(100):

@@ -11,9 +11,9 @@ __all__ = ["polls", "until"]
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], timeout_s: float = 60.0, what: str = "") -> T:
+def until(condition: Callable[[], T], timeout_s: float = 60.0, what: str = "", *, every_s: float = 0.01) -> T:
     """Return the first true value of *condition*; fail after *timeout_s* with the name of *what* was waited for."""
-    for _ in polls(timeout_s, 0.01):
+    for _ in polls(timeout_s, every_s):
         if value := condition():
             return value
     raise AssertionError(f"timed out waiting for {what or condition}")

@@ -11,6 +11,7 @@ from orc.launchers.backends.base import DiscoveredCluster, PartitionReport
 from orc.launchers.backends.slurm.options import read_settings
 from orc.launchers.errors import BackendError, LaunchError, SpecError
 from orc.launchers.findings import Finding
+from orc.launchers.spec.grammar import clock
 
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
@@ -138,8 +139,7 @@ def _limit(seconds: float | None) -> str:
     if seconds is None:
         return "no time limit"
     days, rest = divmod(int(seconds), 86400)
-    clock = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
-    return f"at most {days} d {clock}" if days else f"at most {clock}"
+    return f"at most {days} d {clock(rest)}" if days else f"at most {clock(rest)}"
 
 
 def _scalar(value: Any) -> str:

@@ -12,6 +12,7 @@ from orc.launchers.backends.slurm.queue_rows import duration
 from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.findings import Finding, worst_first
 from orc.launchers.oldest_python import python_problem
+from orc.launchers.spec.grammar import clock
 
 if TYPE_CHECKING:
     from orc.launchers.backends.reports import PartitionReport
@@ -80,7 +81,7 @@ def _too_much(script: str, asked: Sequence[tuple[str, PartitionReport]], cluster
         yield Finding("error", what, cluster, "Lower resources.cpus_per_proc, or choose another partition.")
     longest = [p.limit_s for _, p in asked]
     if limit and longest and all(bound is not None and limit > bound for bound in longest):
-        what = f"the job asks for {_hours(limit)}, partition {shown} allows {_hours(max(filter(None, longest)))}"
+        what = f"the job asks for {clock(limit)}, partition {shown} allows {clock(max(filter(None, longest)))}"
         # A QOS may lift the limit of its partition; only Slurm knows.
         level: Literal["error", "warning"] = "warning" if _directive(script, "qos") else "error"
         yield Finding(level, what, cluster, "Lower resources.time, or choose another partition.")
@@ -92,17 +93,13 @@ def _short(plan: Plan, cluster: str) -> Iterator[Finding]:
     script = next(file.content for file in plan.files if file.path.endswith(".sbatch"))
     limit, deadline = duration(_directive(script, "time") or ""), config.get("deadline_s")
     if limit and deadline is not None and deadline < limit * 0.75:
-        what = f"of a time limit of {_hours(limit)} the ranks get {_hours(deadline)}; the rest is kept for their end"
+        what = f"of a time limit of {clock(limit)} the ranks get {clock(deadline)}; the rest is kept for their end"
         yield Finding("warning", what, cluster, "Raise resources.time, or lower grace.")
 
 
 def _directive(script: str, name: str) -> str | None:
     match = re.search(rf'^#SBATCH --{name}="?([^"\n]*)', script, re.MULTILINE)
     return match[1] if match else None
-
-
-def _hours(seconds: float) -> str:
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
 
 
 def _root(transport: Transport, root: str, cluster: str) -> list[Finding]:

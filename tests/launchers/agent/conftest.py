@@ -27,6 +27,7 @@ from orc.launchers.snapshot.runtime_tree import runtime_files
 FILES = runtime_files()
 RUNTIME = [path for path in FILES if path == "__main__.py" or path.startswith("lib/orc/launchers/")]
 TOKEN = new_link_token()
+IDLE = "import time; print('ready', flush=True); time.sleep(600)"
 
 
 def lay_out(runtime: Path) -> None:
@@ -69,6 +70,12 @@ class Attempt:
         self.agents.append(process)
         return process
 
+    def started(self, ranks: int = 1, **options: Any) -> subprocess.Popen[str]:
+        """A ``node`` agent whose ranks have begun."""
+        process = self.start(**options)
+        self.until_log("ready", *range(ranks))
+        return process
+
     def run(self, node: int = 0, **options: Any) -> int:
         process = self.start(node, **options)
         process.communicate(timeout=60)
@@ -90,8 +97,11 @@ class Attempt:
         path = self.directory / "logs" / f"node-{node}.log"
         return path.read_text() if path.exists() else ""
 
-    def until_log(self, text: str, rank: int = 0) -> None:
-        until(lambda: text in self.log(rank), what=f"{text!r} in the log of rank {rank}: {self.log(rank)!r}")
+    def until_log(self, text: str, *ranks: int) -> None:
+        for rank in ranks or (0,):
+            until(
+                lambda rank=rank: text in self.log(rank), what=f"{text!r} in the log of rank {rank}: {self.log(rank)!r}"
+            )
 
     def remains(self) -> list[int]:
         return marked_processes(str(self.directory))
@@ -204,8 +214,7 @@ class Linked:
 
     def until_ready(self, nproc: int = 1) -> None:
         for node, job in enumerate(self.nodes):
-            for rank in range(node * nproc, (node + 1) * nproc):
-                job.until_log("ready", rank)
+            job.until_log("ready", *range(node * nproc, (node + 1) * nproc))
 
     def link(self, node: int) -> dict:
         return read_json(str(self.nodes[node].directory / f"node-{node}/link.json")) or {}

@@ -82,8 +82,7 @@ def hung_file_system(job: Attempt, pid: int) -> Iterator[None]:
 
 def test_a_run_ends_at_once_when_a_later_restart_owns_the_job(attempt) -> None:
     job = attempt(ENDLESS)
-    first = job.start(owner="slurm:7")
-    job.until_log("ready")
+    first = job.started(owner="slurm:7")
     elsewhere(job)
     (job.root / "jobs/job-1/work/train.py").write_text(SHORT)
     second = job.start(owner="slurm:7", restart=1)
@@ -100,8 +99,7 @@ def test_a_run_ends_at_once_when_a_later_restart_owns_the_job(attempt) -> None:
 
 def test_a_run_ends_when_the_next_attempt_owns_the_job(attempt) -> None:
     job = attempt(ENDLESS)
-    first = job.start()
-    job.until_log("ready")
+    first = job.started()
     elsewhere(job)
     second = successor(job, SHORT)
     assert second.run(owner="slurm:8") == 0
@@ -128,8 +126,7 @@ def next_attempt(job: Attempt) -> Attempt:
 @pytest.mark.parametrize("asleep", ["the agent", "everything"])
 def test_a_frozen_run_on_another_machine_trains_nothing_beside_its_successor(attempt, asleep: str) -> None:
     job = attempt(ENDLESS, peer_timeout_s=TIMEOUT_S)
-    first = job.start(owner="slurm:7")
-    job.until_log("ready")
+    first = job.started(owner="slurm:7")
     elsewhere(job)
     stopped = [first.pid, *(children_of(first.pid) if asleep == "everything" else ())]
     for pid in stopped:
@@ -153,8 +150,7 @@ def test_a_frozen_run_on_another_machine_trains_nothing_beside_its_successor(att
 
 def test_a_run_whose_file_system_hangs_ends_before_its_successor_begins(attempt) -> None:
     job = attempt(ENDLESS, peer_timeout_s=TIMEOUT_S, stay_stopped=True)
-    first = job.start(owner="slurm:7")
-    job.until_log("ready")
+    first = job.started(owner="slurm:7")
     elsewhere(job)
     (job.root / "jobs/job-1/work/train.py").write_text(SHORT)
     with hung_file_system(job, first.pid):
@@ -167,8 +163,7 @@ def test_a_run_whose_file_system_hangs_ends_before_its_successor_begins(attempt)
 
 def test_a_run_that_cannot_write_its_heartbeat_ends_although_nobody_follows_it(attempt) -> None:
     job = attempt(ENDLESS, peer_timeout_s=TIMEOUT_S)
-    first = job.start()
-    job.until_log("ready")
+    first = job.started()
     began = time.monotonic()
     with hung_file_system(job, first.pid):
         assert first.wait(30) == -signal.SIGKILL
@@ -178,8 +173,7 @@ def test_a_run_that_cannot_write_its_heartbeat_ends_although_nobody_follows_it(a
 
 def test_a_frozen_agent_s_ranks_end_and_its_exit_record_says_why(attempt) -> None:
     job = attempt(ENDLESS, peer_timeout_s=TIMEOUT_S)
-    first = job.start()
-    job.until_log("ready")
+    first = job.started()
     os.kill(first.pid, signal.SIGSTOP)
     assert first.wait(30) == -signal.SIGKILL
     record = job.exit()
@@ -191,8 +185,7 @@ def test_a_frozen_agent_s_ranks_end_and_its_exit_record_says_why(attempt) -> Non
 def test_what_was_suspended_with_everything_below_it_goes_on(attempt) -> None:
     """As a scheduler does that suspends a job, or a laptop that sleeps."""
     job = attempt(SHORT.replace("0.02", "0.3"), peer_timeout_s=TIMEOUT_S)
-    first = job.start()
-    job.until_log("ready")
+    first = job.started()
     everything = [first.pid, *children_of(first.pid)]
     for pid in everything:
         os.kill(pid, signal.SIGSTOP)
@@ -205,8 +198,7 @@ def test_what_was_suspended_with_everything_below_it_goes_on(attempt) -> None:
 
 def test_a_predecessor_on_this_machine_is_ended_at_once(attempt) -> None:
     job = attempt(ENDLESS)
-    first = job.start(owner="slurm:7")
-    job.until_log("ready")
+    first = job.started(owner="slurm:7")
     os.kill(first.pid, signal.SIGSTOP)
     (job.root / "jobs/job-1/work/train.py").write_text(SHORT)
     began = time.monotonic()
@@ -218,8 +210,7 @@ def test_a_predecessor_on_this_machine_is_ended_at_once(attempt) -> None:
 
 def test_a_run_whose_guard_was_killed_gets_another(attempt) -> None:
     job = attempt(ENDLESS, peer_timeout_s=TIMEOUT_S)
-    first = job.start()
-    job.until_log("ready")
+    first = job.started()
     guard = until(lambda: guard_of(first.pid))
     os.kill(guard, signal.SIGKILL)
     until(lambda: guard_of(first.pid) not in (0, guard))

@@ -21,9 +21,7 @@ from orc.launchers.agent.procfs import is_running
 from orc.launchers.agent.records import read_json
 from orc.launchers.agent.rendezvous import address
 
-from .conftest import AGENT
-
-IDLE = "import time; print('ready', flush=True); time.sleep(600)"
+from .conftest import AGENT, IDLE
 
 
 def gang(job, owner="local:orc-job-1-a1", **environ):
@@ -89,8 +87,7 @@ def test_a_node_that_never_starts_is_a_node_failure(attempt, missing):
 def test_a_node_that_falls_silent_is_a_node_failure(attempt, silent):
     job = attempt(IDLE, nnodes=3, peer_timeout_s=6.0)
     agents = [job.start(node) for node in range(3)]
-    for rank in range(3):
-        job.until_log("ready", rank)
+    job.until_log("ready", *range(3))
     agents[silent].kill()
     others = [node for node in range(3) if node != silent]
     assert [agents[node].wait(60) for node in others] == [1, 1]
@@ -120,8 +117,7 @@ def test_ranks_that_answer_75_to_a_crash_elsewhere_were_not_preempted(attempt):
 def test_a_gang_detaches_at_once_and_runs_all_nodes(attempt):
     job = attempt(IDLE, nnodes=2)
     assert gang(job).returncode == 0  # its pipes are closed too, though the ranks go on
-    for rank in range(2):
-        job.until_log("ready", rank)
+    job.until_log("ready", *range(2))
     status = Path(f"/proc/{gang_pid(job)}/stat").read_text().rpartition(")")[2].split()
     assert int(status[3]) == gang_pid(job), "it leads a session of its own"
     assert int(status[4]) == 0, "it has no terminal"
@@ -185,8 +181,7 @@ def test_a_killed_agent_is_noticed_at_once_and_its_node_cleaned_up(attempt, tmp_
         peer_timeout_s=600.0,
     )
     assert gang(job).returncode == 0
-    for rank in range(2):
-        job.until_log("ready", rank)
+    job.until_log("ready", *range(2))
     os.kill(job.record("lease.json", 1)["pid"], signal.SIGKILL)
     until(target.exists, what="the next pass")
     assert job.remains() == []
@@ -210,8 +205,7 @@ def test_nodes_outlive_their_gang_process_and_start_the_next_pass_themselves(att
     )
     (job.directory / "secrets.json").write_text('{"TOKEN": "x"}')
     assert gang(job).returncode == 0
-    for rank in range(2):
-        job.until_log("ready", rank)
+    job.until_log("ready", *range(2))
     os.kill(gang_pid(job), signal.SIGKILL)
     (tmp_path / "go").touch()
     until(target.exists, what="the next pass")

@@ -23,7 +23,7 @@ from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.records import NODE_RECORD_BYTES, log_tail, write_json
 from orc.launchers.agent.variables import substitute
 
-from .conftest import AGENT
+from .conftest import AGENT, IDLE
 
 
 def test_an_agent_is_small(attempt):
@@ -187,9 +187,7 @@ def test_sigterm_is_forwarded_and_ranks_that_saved_were_preempted(attempt):
         """,
         nproc=2,
     )
-    process = job.start()
-    job.until_log("ready", 0)
-    job.until_log("ready", 1)
+    process = job.started(ranks=2)
     process.terminate()
     assert process.wait(60) == 75
     assert job.exit()["outcome"] == "preempted"
@@ -198,9 +196,8 @@ def test_sigterm_is_forwarded_and_ranks_that_saved_were_preempted(attempt):
 
 
 def test_a_preempted_job_that_did_not_save_says_so_and_still_wants_to_run_again(attempt):
-    job = attempt("import time; print('ready', flush=True); time.sleep(600)")
-    process = job.start()
-    job.until_log("ready")
+    job = attempt(IDLE)
+    process = job.started()
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 75
     assert job.exit()["reason"] == "preempted (SIGUSR1); not saved: rank 0 was killed by SIGTERM"
@@ -208,10 +205,8 @@ def test_a_preempted_job_that_did_not_save_says_so_and_still_wants_to_run_again(
 
 
 def test_a_scheduler_that_signals_everybody_at_once_is_a_preemption_too(attempt):
-    job = attempt("import time; print('ready', flush=True); time.sleep(600)", nproc=2)
-    process = job.start()
-    job.until_log("ready", 0)
-    job.until_log("ready", 1)
+    job = attempt(IDLE, nproc=2)
+    process = job.started(ranks=2)
     for pid in job.remains():
         os.kill(pid, signal.SIGTERM)  # the ranks first
     process.terminate()
@@ -229,8 +224,7 @@ def test_finishing_in_spite_of_a_notice_is_success(attempt):
             time.sleep(0.1)
         """
     )
-    process = job.start()
-    job.until_log("ready")
+    process = job.started()
     process.terminate()
     assert process.wait(60) == 0
     assert job.exit()["outcome"] == "succeeded"
@@ -248,9 +242,7 @@ def test_the_rank_that_failed_first_is_named_by_an_agent_that_comes_late(attempt
         """,
         nproc=2,
     )
-    process = job.start()
-    job.until_log("ready", 0)
-    job.until_log("ready", 1)
+    process = job.started(ranks=2)
     until(lambda: (job.record("heartbeat.json") or {}).get("state") == "running")  # and has noted what it started
     process.send_signal(signal.SIGSTOP)
     sessions = [session["pid"] for session in job.record("pids.json")["sessions"]]
@@ -278,9 +270,8 @@ def test_one_rank_that_leaves_with_75_gives_the_others_time_to_leave_too(attempt
 
 
 def test_sigterm_during_a_cancellation_is_a_cancellation(attempt):
-    job = attempt("import time; print('ready', flush=True); time.sleep(600)")
-    process = job.start()
-    job.until_log("ready")
+    job = attempt(IDLE)
+    process = job.started()
     (job.directory / "cancel.json").write_text('{"grace_s": 5, "at": 0, "reason": "by ada"}')
     process.terminate()
     assert process.wait(60) == 143
@@ -294,10 +285,8 @@ def test_the_deadline_ends_the_node_with_124(attempt):
 
 
 def test_ranks_die_with_their_agent(attempt):
-    job = attempt("import time; print('ready', flush=True); time.sleep(600)", nproc=2)
-    process = job.start()
-    job.until_log("ready", 0)
-    job.until_log("ready", 1)
+    job = attempt(IDLE, nproc=2)
+    process = job.started(ranks=2)
     process.kill()
     until(lambda: not job.remains(), what="the ranks to die")
     assert job.record("exit.json") is None
@@ -312,8 +301,7 @@ def test_what_escaped_from_its_session_is_found_when_the_agent_is_gone(attempt):
         time.sleep(600)
         """
     )
-    process = job.start()
-    job.until_log("ready")
+    process = job.started()
     process.kill()
     process.wait()
     until(lambda: len(job.remains()) == 1, what="only the escaped process to be left")
@@ -392,9 +380,8 @@ def test_secrets_are_blotted_out_of_the_failure_that_travels(attempt):
 
 
 def test_progress_travels_in_the_heartbeat_and_a_broken_file_does_no_harm(attempt):
-    job = attempt("import time; print('ready', flush=True); time.sleep(600)")
-    process = job.start()
-    job.until_log("ready")
+    job = attempt(IDLE)
+    process = job.started()
     progress = job.directory / "node-0/progress.json"
     progress.write_text('{"step": 1')
     time.sleep(0.5)

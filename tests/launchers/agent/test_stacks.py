@@ -63,8 +63,7 @@ sys.exit(max(rank.wait() for rank in ranks))
         changes["command"] = command
     job = hooked(HANGS, nnodes=2, nproc=2, **changes)
     agents = [job.start(node) for node in range(2)]
-    for rank in range(4):
-        job.until_log("ready", rank)
+    job.until_log("ready", *range(4))
     for _ in range(2):  # what the first answer held is not in the second
         answer = ask(job)
         assert answer["missing"] == []
@@ -104,8 +103,7 @@ def test_python_below_a_shell_is_found(hooked):
 def test_a_rank_that_stops_its_agent_is_missed(hooked):
     job = hooked(HANGS, nnodes=2)
     agents = [job.start(node) for node in range(2)]
-    job.until_log("ready", 0)
-    job.until_log("ready", 1)
+    job.until_log("ready", 0, 1)
     agents[1].send_signal(signal.SIGSTOP)
     answer = ask(job, "--timeout", "6")
     assert [one["node"] for one in answer["answers"]] == [0]

@@ -25,18 +25,8 @@ from orc.launchers.snapshot.scan import SourceTree, scan
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """A working tree with every kind of entry, two files of the same content among them."""
-    root = tmp_path / "tree"
-    (root / "pkg/deep").mkdir(parents=True)
-    (root / "train.py").write_text("print('train')\n")
-    (root / "pkg/__init__.py").touch()
-    (root / "pkg/deep/__init__.py").touch()
-    (root / "pkg/größe.py").write_text("x = 1\n")
-    (root / "run.sh").write_text("x = 1\n")
-    (root / "run.sh").chmod(0o755)
-    (root / "latest").symlink_to("pkg/deep")
-    return root
+def tree(small_tree: Path) -> Path:
+    return small_tree
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import hashlib
 import os
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,16 @@ def in_child(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def die_at(step: int) -> list[str]:
-    """From now on, count calls that change the disk and die by SIGKILL right before number *step* (0: never)."""
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise OSError(28, os.strerror(28))
+
+
+def meet_at(step: int, fate: Callable[[], None] = die, names: Sequence[str] = SYSCALLS) -> list[str]:
+    """From now on, count calls that change the disk and meet *fate* right before number *step* (0: never)."""
     calls: list[str] = []
 
     def watch(name: str) -> None:
@@ -45,12 +53,12 @@ def die_at(step: int) -> list[str]:
         def watched(*args: Any, **options: Any) -> Any:
             calls.append(name)
             if len(calls) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
+                fate()
             return real(*args, **options)
 
         setattr(os, name, watched)
 
-    for name in SYSCALLS:
+    for name in names:
         watch(name)
     return calls
 
@@ -91,7 +99,7 @@ def test_a_writer_killed_at_any_system_call_leaves_nothing_partial(tmp_path: Pat
     counted = tmp_path / "calls"
 
     def count() -> None:
-        calls = die_at(0)
+        calls = meet_at(0)
         ContentStore(whole).ingest(source)
         counted.write_text(" ".join(calls))
 
@@ -103,7 +111,7 @@ def test_a_writer_killed_at_any_system_call_leaves_nothing_partial(tmp_path: Pat
         store = ContentStore(tmp_path / f"killed-{step}/store")
 
         def killed(store: ContentStore = store, step: int = step) -> None:
-            die_at(step)
+            meet_at(step)
             store.ingest(source)
 
         assert in_child(killed) == -signal.SIGKILL, calls[step - 1]
@@ -161,28 +169,11 @@ def test_writers_of_the_same_and_of_overlapping_trees_run_side_by_side(tmp_path:
 def test_a_writer_that_fails_at_any_system_call_says_so_and_leaves_nothing(tmp_path: Path, source: SourceTree) -> None:
     """A full disk can show up in every call that writes, not only in `write`."""
 
-    def fail_at(step: int) -> None:
-        calls: list[str] = []
-
-        def watch(name: str) -> None:
-            real = getattr(os, name)
-
-            def watched(*args: Any, **options: Any) -> Any:
-                calls.append(name)
-                if len(calls) == step:
-                    raise OSError(28, os.strerror(28))
-                return real(*args, **options)
-
-            setattr(os, name, watched)
-
-        for name in ("write", "fsync", "mkdir", "rename", "link", "symlink"):
-            watch(name)
-
     for step in range(1, 200):
         store = ContentStore(tmp_path / f"failed-{step}/store")
 
         def work(store: ContentStore = store, step: int = step) -> None:
-            fail_at(step)
+            meet_at(step, fail, ("write", "fsync", "mkdir", "rename", "link", "symlink"))
             try:
                 store.ingest(source)
             except BundleError as error:

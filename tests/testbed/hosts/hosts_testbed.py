@@ -15,13 +15,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
-from polling import polls
+from polling import until
 
 HERE = Path(__file__).resolve().parent
 USER = "trainer"
@@ -37,7 +38,6 @@ _CURES = {
     "stop-sshd": "start-sshd",
     **dict.fromkeys(("cut", "drop", "isolate", "block", "slow", "rate"), "heal"),
 }
-T = TypeVar("T")
 
 
 class HostsTestbed:
@@ -224,13 +224,7 @@ def _unfinished(root: Path) -> list[Path]:
             continue
 
 
-def eventually(probe: Callable[[], T], *, timeout_s: float = 150, every_s: float = 0.05) -> T:
-    """The first true thing that *probe* returns. Fails after *timeout_s* seconds."""
-    for _ in polls(timeout_s, every_s):
-        found = probe()
-        if found:
-            return found
-    raise AssertionError(f"not within {timeout_s:g} s; last: {found!r}")
+eventually = partial(until, timeout_s=150, every_s=0.05)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,18 +13,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
-from polling import polls
+from polling import until
 
 HERE = Path(__file__).resolve().parent
 NODES = ("node1", "node2", "node3", "node4")
 _LONGEST_S = 500
-T = TypeVar("T")
 
 
 class SlurmTestbed:
@@ -159,13 +159,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def eventually(probe: Callable[[], T], *, timeout_s: float = 90, every_s: float = 0.1) -> T:
-    """The first true thing that *probe* returns. Fails after *timeout_s* seconds."""
-    for _ in polls(timeout_s, every_s):
-        found = probe()
-        if found:
-            return found
-    raise AssertionError(f"not within {timeout_s:g} s; last: {found!r}")
+eventually = partial(until, timeout_s=90, every_s=0.1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
