@@ -86,7 +86,7 @@ class AlignDevicesHook(ModelHook):
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            _set(module, name, tensor, torch.empty_like(tensor, device="meta"))
+            set_tensor(module, name, tensor, torch.empty_like(tensor, device="meta"))
         if self.execution_device is not None:
             for name, buffer in list(module.named_buffers(recurse=self.place_submodules)):
                 if name not in tensors and not buffer.is_meta:
@@ -108,7 +108,7 @@ class AlignDevicesHook(ModelHook):
                 if tensor.is_meta:
                     self._resting[name] = tensor
                 if name in brought:
-                    _set(module, name, tensor, brought[name])
+                    set_tensor(module, name, tensor, brought[name])
                 else:
                     self._put(module, name, tensor, self.weights_map[name])
             self._read_ahead(module)
@@ -154,7 +154,7 @@ class AlignDevicesHook(ModelHook):
             tensors = dict(self._offloaded(module))
             for name, device in self.original_devices.items():
                 if name in tensors and device.type != "meta":
-                    _set(module, name, tensors[name], self.weights_map[name].to(device))
+                    set_tensor(module, name, tensors[name], self.weights_map[name].to(device))
         return module
 
     def _offloaded(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -175,7 +175,7 @@ class AlignDevicesHook(ModelHook):
         """Put what stood there before the forward in the place of *tensor*, so that tied weights stay one parameter."""
         resting = self._resting.get(name)
         if resting is None or (resting.shape, resting.dtype) != (tensor.shape, tensor.dtype):
-            _set(module, name, tensor, torch.empty_like(tensor, device="meta"))
+            set_tensor(module, name, tensor, torch.empty_like(tensor, device="meta"))
             return
         tensors, attribute = _place(module, name, tensor)
         tensors[attribute] = resting
@@ -186,7 +186,7 @@ class AlignDevicesHook(ModelHook):
         device = source.device if self.execution_device is None else as_device(self.execution_device)
         known = (self.tied_params_map or {}).get(source.data_ptr())
         if known is not None and device in known:
-            _set(module, name, old, known[device])
+            set_tensor(module, name, old, known[device])
             return
         if known is None and value is None and source.device == device:
             return
@@ -196,7 +196,7 @@ class AlignDevicesHook(ModelHook):
             if value is not None:  # brought for one forward
                 self._borrowed.append((source.data_ptr(), device))
         if moved is not old:
-            _set(module, name, old, moved)
+            set_tensor(module, name, old, moved)
 
 
 def as_device(device: Device) -> torch.device:
@@ -207,7 +207,7 @@ def as_device(device: Device) -> torch.device:
     return torch.device(device)
 
 
-def _set(module: nn.Module, name: str, old: Tensor, value: Tensor) -> None:
+def set_tensor(module: nn.Module, name: str, old: Tensor, value: Tensor) -> None:
     """Make *value* the tensor *name* of *module*, as the kind of parameter that *old* is."""
     tensors, attribute = _place(module, name, old)
     tensors[attribute] = moved_parameter(old, value) if isinstance(old, nn.Parameter) else value
@@ -407,7 +407,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
     own = dict(module.named_parameters(recurse=False))
     try:
         for name, parameter in own.items():
-            _set(module, name, parameter, parameter.detach().to(as_device(execution_device)))
+            set_tensor(module, name, parameter, parameter.detach().to(as_device(execution_device)))
         yield
     finally:
         for name, parameter in own.items():

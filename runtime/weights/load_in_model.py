@@ -27,9 +27,9 @@ from orc.runtime.memory.device_map import (
     retie_parameters,
 )
 from orc.runtime.parallel import extract_model_from_parallel
-from orc.runtime.weights.alignment import Device, Keys, as_device
+from orc.runtime.weights.alignment import Device, Keys, as_device, set_tensor
 from orc.runtime.weights.dispatch import check_plan, dispatch_model, module_device
-from orc.runtime.weights.empty_weights import as_dtype, moved_parameter
+from orc.runtime.weights.empty_weights import as_dtype
 from orc.runtime.weights.loading import weight_files
 from orc.runtime.weights.offload import (
     file_entry,
@@ -180,28 +180,22 @@ class Placement:
             device = self._device(name)
             place = tensor.device if device is None else as_device("meta" if device == "disk" else device)
             if name in away:
-                self._set(name, tensor, torch.empty(value.shape, dtype=wanted, device="meta"))
+                set_tensor(self.model, name, tensor, torch.empty(value.shape, dtype=wanted, device="meta"))
             elif self.in_files:
-                self._set(name, tensor, value.detach().to(place, wanted))
+                set_tensor(self.model, name, tensor, value.detach().to(place, wanted))
             elif place == tensor.device != torch.device("meta") and (dtype is None or tensor.dtype == wanted):
                 with torch.no_grad():
                     tensor.copy_(value)
             else:
-                self._set(name, tensor, value.to("cpu" if place.type == "meta" else place, wanted, copy=True))
+                set_tensor(
+                    self.model, name, tensor, value.to("cpu" if place.type == "meta" else place, wanted, copy=True)
+                )
 
     def _device(self, name: str) -> Device | None:
         if self.device_map is None:
             return None
         device = module_device(name, self.device_map)
         return "cpu" if device == "disk" and name in self.buffers else device
-
-    def _set(self, name: str, own: Tensor, value: Tensor) -> None:
-        path, _, attribute = name.rpartition(".")
-        owner = self.model.get_submodule(path) if path else self.model
-        if isinstance(own, nn.Parameter):
-            owner._parameters[attribute] = moved_parameter(own, value)
-        else:
-            owner._buffers[attribute] = value
 
     def to_disk(self, name: str, source: Source, dtype: torch.dtype) -> None:
         """Note where the weight *name* is on the disk; it is written to the folder if no file has it like this.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,33 +17,8 @@ from torch import Tensor
 _BUFFER_BYTES = 32 * 2**20
 
 
-class Lane(Protocol):
-    """Way from the host to a device, on which copies take place in order, later than they are requested."""
-
-    def buffer(self, size: int) -> Tensor:
-        """Return *size* bytes on the host, out of which a copy can take place later."""
-
-    def has_room(self, size: int) -> bool:
-        """Return whether the device has *size* bytes to spare."""
-
-    def room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a tensor on the device, for copies on this lane."""
-
-    def copy(self, source: Tensor, target: Tensor) -> Any:
-        """Have *source*, in a buffer, copied to *target*; return the mark of its end."""
-
-    def computed(self) -> Any:
-        """Return the mark of the end of what the caller has had computed so far."""
-
-    def wait(self, mark: Any) -> None:
-        """Wait until *mark* is reached."""
-
-    def hand_over(self, tensors: list[Tensor], mark: Any) -> None:
-        """Have what the caller computes next wait for *mark*, and the reuse of *tensors* wait for the computation."""
-
-
 class CudaLane:
-    """Lane to a CUDA device: a stream beside the one that computes.
+    """Lane to a CUDA device, a stream beside the one that computes: copies take place in order, later than requested.
 
     Args:
         device: the device, with its number.
@@ -122,7 +97,7 @@ class ReadAhead:
         buffer_bytes: size of each of the two buffers.
     """
 
-    def __init__(self, device: torch.device, lane: Lane | None = None, buffer_bytes: int = _BUFFER_BYTES) -> None:
+    def __init__(self, device: torch.device, lane: CudaLane | None = None, buffer_bytes: int = _BUFFER_BYTES) -> None:
         self.device, self.lane, self.buffer_bytes = device, lane, buffer_bytes
         self._thread: ThreadPoolExecutor | None = None
         self._buffers: list[_Buffer] = []
@@ -197,7 +172,7 @@ class ReadAhead:
 
     def _bring(
         self,
-        lane: Lane,
+        lane: CudaLane,
         weights: Mapping[str, Tensor],
         wanted: Mapping[str, torch.dtype],
         shared: Container[int],
@@ -227,7 +202,7 @@ class ReadAhead:
                 brought[name] = Brought(source, version, value)
         return brought, mark
 
-    def _copy(self, lane: Lane, source: Tensor, target: Tensor, mark: Any) -> Any:
+    def _copy(self, lane: CudaLane, source: Tensor, target: Tensor, mark: Any) -> Any:
         step = self.buffer_bytes // target.dtype.itemsize
         for begin in range(0, source.numel(), step):
             place = target[begin : begin + step]
@@ -238,7 +213,7 @@ class ReadAhead:
             buffer.busy.append(mark)
         return mark
 
-    def _free_buffer(self, lane: Lane) -> _Buffer:
+    def _free_buffer(self, lane: CudaLane) -> _Buffer:
         """Return the buffer whose turn it is, once the copy out of it has ended."""
         if len(self._buffers) < 2:
             self._buffers.append(_Buffer(lane.buffer(self.buffer_bytes)))
