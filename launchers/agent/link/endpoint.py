@@ -131,7 +131,7 @@ class LinkEndpoint(ABC):
         """Send what is due, and what has been stored; *stored* again in silence, as a sign of life."""
         try:
             while True:
-                quiet = time.monotonic() - channel.spoke > self.heartbeat_s
+                quiet = time.monotonic() - channel.spoke >= self.heartbeat_s
                 if quiet or channel.confirmed != channel.received:
                     channel.confirmed = channel.received
                     channel.send({"stored": channel.confirmed})
@@ -142,7 +142,8 @@ class LinkEndpoint(ABC):
                     await channel.drain()
                 await channel.drain()  # raises when the connection is gone
                 try:
-                    await asyncio.wait_for(channel.due.wait(), self.heartbeat_s / 2)
+                    silence_s = channel.spoke + self.heartbeat_s - time.monotonic()
+                    await asyncio.wait_for(channel.due.wait(), max(silence_s, 0.01))
                 except asyncio.TimeoutError:
                     continue
                 channel.due.clear()

@@ -9,7 +9,7 @@ from asyncio.sslproto import SSLProtocol
 
 from orc.launchers.agent.link.channel import VERSION, Channel, PeerDisconnected, tls_context
 from orc.launchers.agent.link.endpoint import HANDSHAKE_S, LinkEndpoint
-from orc.launchers.agent.link.records import concerns, may_send
+from orc.launchers.agent.link.records import OWN, concerns, may_send
 from orc.launchers.agent.network import interface_of, plain
 
 TYPE_CHECKING = False
@@ -34,6 +34,7 @@ class LinkServer(LinkEndpoint):
         # From Python 3.11 on a buffer that each connection keeps: 256 KiB, unless told otherwise.
         SSLProtocol.max_size = 1 << 14
         self.strangers: list[asyncio.Task[None]] = []
+        self.of_clients = set[str]()  # names of records of their own that have come
         self.closed_at: dict[int, float] = {}  # peers that have closed their connection and not come back yet
         self.reached_at: dict[str, int] = {}  # own address -> how many have come by it
         self.interfaces: dict[str, str | None] = {}
@@ -110,6 +111,9 @@ class LinkServer(LinkEndpoint):
 
     def publish(self, name: str, record: dict[str, Any], origin: Channel | None = None) -> None:
         """Pass it on to all whom it concerns, but for where it came from."""
+        if origin is not None and OWN.fullmatch(name):  # node 0 alone needs those of a client
+            self.of_clients.add(name)
+            return
         self.table[name] = record
         for channel in self.channels:
             if channel is not origin and channel.node is not None and concerns(channel.node, name, record):
@@ -126,7 +130,7 @@ class LinkServer(LinkEndpoint):
         for node, at in list(self.closed_at.items()):
             if now - at > self.gone_s:
                 del self.closed_at[node]
-                if f"node-{node}/exit.json" not in self.table:
+                if f"node-{node}/exit.json" not in self.of_clients:
                     self.gone[node] = "its agent has closed the connection and not come back"
 
     def place(self) -> dict[str, Any]:
