@@ -92,7 +92,7 @@ PROMISES: dict[str, list[tuple[str, str]]] = {
     ],
     "- **Browsers.**": [
         (f"{SERVICE}/test_access.py", "test_a_session_of_a_browser_needs_the_header_for_changes"),
-        (f"{SERVICE}/test_limits.py", "test_a_name_that_is_not_the_services_is_refused"),
+        (f"{SERVICE}/test_hostile_requests.py", "test_another_name_of_this_machine_is_refused"),
         (f"{SERVICE}/web/test_page.py", "test_logging_in_leads_to_this_service_alone"),
     ],
     "- **How much.**": [
