@@ -170,7 +170,8 @@ def test_commands_run_in_the_pod_of_a_node_with_their_input_and_their_exit_statu
     words = ["sh", "-c", "hostname; cat; echo no >&2; exit 3"]
     done = subprocess.run(second.argv(words), input=b"in", capture_output=True, env=env, check=False)
     assert (done.returncode, done.stdout.decode(), done.stderr) == (3, f"{job.plan.marker}-1\nin", b"no\n")
-    words = ["sh", "-c", "test -t 0 && stty size && exit 4"]
+    # The size is sent after the start.
+    words = ["sh", "-c", "test -t 0 && while stty size | grep -q '^0 '; do sleep 0.1; done; stty size && exit 4"]
     done = subprocess.run(
         first.argv(words, terminal=True), stdin=subprocess.DEVNULL, capture_output=True, env=env, check=False
     )
