@@ -101,17 +101,6 @@ def test_only_a_later_run_of_the_same_job_succeeds_another():
     assert not turn("", 3, 0).succeeds(turn("", 2, 0)), "outside of a job"
 
 
-def test_a_later_attempt_takes_the_folder_whoever_has_the_lock(tmp_path, monkeypatch):
-    monkeypatch.setenv("ORC_JOB_ID", "j1")
-    monkeypatch.setenv("ORC_ATTEMPT", "2")
-    path = taken(tmp_path, job_id="j1", attempt=1)
-    with Lock(path) as lock:
-        owned = own(tmp_path)
-        assert not ownership._same(lock.fd, path)
-    assert json.loads(path.read_text())["run"] == ownership._RUN
-    assert ownership._same(owned.fd, path)
-
-
 def test_what_an_earlier_attempt_removes_meanwhile_need_not_be_removed(tmp_path, monkeypatch):
     real = Owner.succeeds
 
@@ -241,15 +230,6 @@ def test_an_owner_that_may_be_dead_is_waited_for_and_a_lock_without_a_record_too
             own(tmp_path)
         assert str(told.value).startswith(f"{tmp_path} is in use by another run: {owner}. Only one run may save")
         assert time.monotonic() - start == pytest.approx(15.0, abs=0.21)
-
-
-def test_patience_is_over_when_its_time_has_passed(tmp_path, monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 15.0))
-    with Lock(taken(tmp_path)), pytest.raises(CheckpointError):
-        own(tmp_path)
-    assert clock == [115.0]
 
 
 def test_a_lock_is_taken_as_soon_as_it_is_free(tmp_path, monkeypatch):

@@ -280,22 +280,6 @@ def test_weights_that_a_model_refuses_at_last_are_told_by_their_file(tmp_path):
     assert 'Missing key(s) in state_dict: "bias"' in text
 
 
-def test_states_that_do_not_fit_are_told_by_their_file(tmp_path):
-    model = nn.Linear(2, 2)
-    prepared = nothing(optimizers=[torch.optim.SGD(model.parameters(), 0.1)], dataloaders=[object()])
-    position = {"epoch": 0, "rounds": 0, "offset": 0, "global_batch": 4, "length": 24, "live": True, "key": None}
-    fine = {"optimizer.bin": prepared.optimizers[0].state_dict(), "sampler.bin": position}
-    entries = load._entries(tmp_path, prepared)
-    assert load._check_states(entries, fine, []) is None
-    assert said(lambda: load._check_states(entries, fine | {"optimizer.bin": {}}, [])) == (
-        f"{tmp_path}/optimizer.bin does not fit what is prepared: it is not the state of an optimizer. "
-        "Nothing was loaded"
-    )
-    assert said(lambda: load._check_states(entries, fine | {"sampler.bin": [1]}, [])) == (
-        f"{tmp_path}/sampler.bin is no position of a loader: it holds a list. Nothing was loaded"
-    )
-
-
 def test_positions_are_checked_and_an_epoch_that_is_cut_otherwise_is_told(tmp_path, capsys):
     class Loader:
         total_batch_size = 6

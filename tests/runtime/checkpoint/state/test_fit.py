@@ -127,25 +127,6 @@ def test_a_misfit_is_refused_with_everything_as_before(tmp_path, make_run, misfi
     assert everything() == before
 
 
-def test_without_strict_other_names_are_taken_and_other_shapes_are_not(tmp_path, make_run):
-    run = make_run()
-    run.accelerator.save_state(tmp_path / "s")
-    run.model.extra = torch.nn.Parameter(torch.zeros(2))
-    with pytest.raises(CheckpointError, match="missing: extra"):
-        run.accelerator.load_state(tmp_path / "s")
-    run.accelerator.load_state(tmp_path / "s", strict=False)
-
-
-def test_hooks_of_a_load_run_after_the_rest_is_known_to_fit(tmp_path, make_run):
-    run, seen = make_run(), []
-    run.accelerator.save_state(tmp_path / "s")
-    run.accelerator.register_load_state_pre_hook(lambda models, directory: seen.append(directory))
-    reseal(tmp_path / "s", "optimizer.bin", {})
-    with pytest.raises(CheckpointError, match=r"optimizer\.bin"):
-        run.accelerator.load_state(tmp_path / "s")
-    assert seen == []
-
-
 @pytest.mark.distributed
 def test_what_one_rank_cannot_load_is_put_back_on_all(tmp_path, run_ranks):
     def scenario(root):

@@ -110,19 +110,6 @@ def test_without_a_home_the_folder_holds_the_record(tmp_path, monkeypatch):
     assert record(tmp_path / "checkpoints") == (tmp_path / "checkpoints", "")
 
 
-def test_a_lock_that_dead_processes_keep_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(ownership, "_PATIENCE_S", 0.0)
-    own(tmp_path)
-    monkeypatch.setattr(ownership, "_held", {})  # as another process sees it
-    with pytest.raises(CheckpointError, match="in use by another run"):
-        own(tmp_path)
-    monkeypatch.setattr(ownership, "_lives", lambda owner: False)
-    monkeypatch.setattr(ownership, "_PATIENCE_S", 60.0)
-    turns = iter([False, False, True])
-    monkeypatch.setattr(ownership, "_flock", lambda fd: next(turns))
-    assert own(tmp_path).path == tmp_path / FILE
-
-
 def test_a_later_run_of_the_same_job_waits_for_no_lock(tmp_path, monkeypatch):
     """The file server may hold the lock of a machine that is gone for minutes, or for ever."""
 

@@ -56,14 +56,6 @@ class Memory(Hashing):
 DATA = os.urandom(3000)
 
 
-def test_what_says_not_where_its_bytes_go_is_no_file():
-    file = Hashing()
-    for act in (lambda: file.write(b"x"), file.close, file.abandon):
-        with pytest.raises(NotImplementedError):
-            act()
-    assert file.write(b"") == 0
-
-
 @pytest.mark.parametrize("size", [0, 1, 3000])
 @pytest.mark.parametrize("most", [10**9, 7])
 def test_a_record_has_size_and_sum_of_what_was_written(size, most):
