@@ -161,9 +161,8 @@ def _await_answer(ws: Workspace, access: Access, before: polls.ClusterPoll | Non
 
 def _cancel_at(ws: Workspace, access: Access, jobs: list[JobRecord], report: PassReport) -> list[JobRecord]:
     """Pass requests to cancel on; that needs no lease, and waits for none."""
-    handles = _handles(ws, jobs)
     try:
-        return _cancel(ws, ws.open(access), jobs, handles, report)
+        return _cancel(ws, ws.open(access), jobs, report)
     except LedgerError:
         raise
     except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
@@ -176,7 +175,7 @@ def _poll_cluster(ws: Workspace, access: Access, jobs: list[JobRecord], report: 
     handles = _handles(ws, jobs)
     try:
         backend = ws.open(access)
-        jobs = _cancel(ws, backend, jobs, handles, report)
+        jobs = _cancel(ws, backend, jobs, report)
         seen = _seen(ws, backend, jobs, handles)
     except LedgerError:
         raise
@@ -248,15 +247,14 @@ def _note_seen(ws: Workspace, answers: Sequence[tuple[JobRecord, Observation]]) 
         ws.noted.update(dict.fromkeys(due, now))
 
 
-def _cancel(
-    ws: Workspace, backend: Backend, jobs: list[JobRecord], handles: Mapping[str, Handle], report: PassReport
-) -> list[JobRecord]:
+def _cancel(ws: Workspace, backend: Backend, jobs: list[JobRecord], report: PassReport) -> list[JobRecord]:
     due: dict[float, list[JobRecord]] = defaultdict(list)
     for job in jobs:
         if job.cancel_requested_at is not None and job.attempt and job.attempt.cancel_sent_at is None:
             due[job.cancel_grace_s or 0.0].append(job)
     sent: dict[str, JobRecord] = {}
     for grace_s, group in due.items():
+        handles = _handles(ws, group)
         try:
             backend.cancel([handles[job.id] for job in group], timedelta(seconds=grace_s))
         except PartlyUnreachable as error:  # it is tried again with every pass, and keeps nobody else waiting

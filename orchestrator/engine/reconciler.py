@@ -6,14 +6,14 @@ was decided on. No transaction holds I/O. A backend that cannot be asked never m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.engine import admission, job_files, job_secrets, orphans, schedules, updates
 from orc.orchestrator.engine.dispatch import dispatch, places_jobs
 from orc.orchestrator.engine.observing import Urgency, poll_all
 from orc.orchestrator.engine.writing import PassReport, write_all
-from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
+from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace
 
@@ -37,11 +37,11 @@ def reconcile(
     report = PassReport()
     urgency = Urgency(max_age_s, some_jobs=job_ids is not None)
 
-    def live() -> list[JobRecord]:
+    def live(states: Collection[JobState] = ACTIVE_JOB) -> list[JobRecord]:
         """Return the jobs that have not ended; those that can no longer start are cancelled now."""
-        found = ws.ledger.active(job_ids, cluster)
+        found = ws.ledger.active(job_ids, cluster, states)
         changed = not ws.ledger.volatile and admission.cancel_impossible(ws, found)
-        return ws.ledger.active(job_ids, cluster) if changed else found
+        return ws.ledger.active(job_ids, cluster, states) if changed else found
 
     if ws.ledger.volatile:
         poll_all(ws, live(), report, urgency)
@@ -69,7 +69,7 @@ def reconcile(
     poll_all(ws, jobs, report, urgency)
     # Those whose hosts have just become free or whose attempt has just ended, and those that were left for that.
     dispatched = {job.id for job in due if job.cluster not in crowded} - held
-    dispatch(ws, [job for job in live() if job.id not in dispatched and is_due(job)], report)
+    dispatch(ws, [job for job in live(_UNSENT) if job.id not in dispatched and is_due(job)], report)
     if job_ids is None:
         orphans.end_due(ws, report, cluster)
     job_secrets.sweep(ws.state_dir, lambda job_id: _is_active(ws, job_id))
@@ -98,10 +98,13 @@ def _is_active(ws: Workspace, job_id: str) -> bool | None:
     return not job.state.terminal
 
 
+_UNSENT = (JobState.QUEUED, JobState.PREPARED, JobState.SUBMITTING)
+
+
 def _needs_dispatch(job: JobRecord, now: float) -> bool:
     if job.state in (JobState.QUEUED, JobState.PREPARED):
         return job.cancel_requested_at is not None or (job.next_attempt_at or 0.0) <= now
-    return job.state is JobState.SUBMITTING
+    return job.state in _UNSENT
 
 
 def _is_left_to_agents(ws: Workspace, job: JobRecord, patience_s: float) -> bool:

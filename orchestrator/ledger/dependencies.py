@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from orc.orchestrator.ledger.database import Connection, insert
-from orc.orchestrator.ledger.lifecycle import JobState
+from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, JobState
 from orc.orchestrator.ledger.queries import conditions
 
 
@@ -26,7 +26,7 @@ def add(connection: Connection, dependencies: Sequence[Dependency]) -> None:
 def of_jobs(connection: Connection, job_ids: Sequence[str] | None = None) -> list[tuple[Dependency, JobState]]:
     """Return the dependencies of these jobs (of all live ones unless given), each with the state of `on_job`."""
     found: list[tuple[Dependency, JobState]] = []
-    for condition, parameters in conditions(job_ids, active_only=job_ids is None):
+    for condition, parameters in conditions(job_ids, ACTIVE_JOB if job_ids is None else ()):
         rows = connection.tuples(
             "SELECT d.job_id, d.on_job, d.condition, o.state FROM jobs j "  # noqa: S608
             "JOIN dependencies d ON d.job_id = j.id JOIN jobs o ON o.id = d.on_job "

@@ -143,7 +143,7 @@ _STATES = {Kind.JOB_SUCCEEDED: "SUCCEEDED", Kind.JOB_FAILED: "FAILED", Kind.JOB_
 def announce(connection: Connection, histories: Sequence[tuple[str, Sequence[Event]]], now: float) -> None:
     """Put the messages of jobs' subscriptions about their events, which were just appended, into the outbox."""
     told = {job_id: events for job_id, events in histories if any(event.kind in _WORDS for event in events)}
-    for condition, parameters in conditions(list(told), active_only=False):
+    for condition, parameters in conditions(list(told)):
         rows = connection.tuples(
             "SELECT j.id, j.name, j.cluster, j.owner, j.project, j.attempt, j.spec FROM jobs j "  # noqa: S608
             f"WHERE {condition} AND j.spec LIKE :subscribed",

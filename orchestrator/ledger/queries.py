@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger.database import Connection, batches, one_of
-from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
+from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, JobState
 from orc.orchestrator.ledger.records import (
     AttemptRecord,
     EventRecord,
@@ -24,15 +24,18 @@ _JOB_COLUMNS = JobRecord.COLUMNS.split(", ")
 _COLUMNS = ", ".join([*(f"j.{c}" for c in _JOB_COLUMNS), *(f"a.{c}" for c in AttemptRecord.COLUMNS.split(", "))])
 
 
-def conditions(job_ids: Sequence[str] | None, *, active_only: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """SQL conditions, each with its parameters, that together choose these jobs (all of them without *job_ids*)."""
-    live, states = one_of("j.state", map(str, sorted(ACTIVE_JOB))) if active_only else ("1 = 1", {})
+def conditions(
+    job_ids: Sequence[str] | None, states: Collection[JobState] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """SQL conditions, each with its parameters, that together choose these jobs (all of them without *job_ids*) in one
+    of *states* (in any without)."""
+    in_state, parameters = one_of("j.state", map(str, sorted(states))) if states else ("1 = 1", {})
     if job_ids is None:
-        yield live, states
+        yield in_state, parameters
         return
     for some in batches(job_ids):
         chosen, ids = one_of("j.id", some)
-        yield f"{live} AND {chosen}", states | ids
+        yield f"{in_state} AND {chosen}", parameters | ids
 
 
 def read_jobs(connection: Connection, condition: str, parameters: Mapping[str, Any]) -> list[JobRecord]:
@@ -54,7 +57,7 @@ def read_jobs(connection: Connection, condition: str, parameters: Mapping[str, A
 def jobs_of(connection: Connection, job_ids: Sequence[str]) -> list[JobRecord]:
     """Return these jobs, in no order; unknown ids are left out."""
     found: list[JobRecord] = []
-    for condition, parameters in conditions(job_ids, active_only=False):
+    for condition, parameters in conditions(job_ids):
         found += read_jobs(connection, condition, parameters)
     return found
 
@@ -62,7 +65,7 @@ def jobs_of(connection: Connection, job_ids: Sequence[str]) -> list[JobRecord]:
 def select_jobs(connection: Connection, columns: str, job_ids: Sequence[str]) -> list[tuple[Any, ...]]:
     """Return *columns* of these jobs ``j``, in no order."""
     found: list[tuple[Any, ...]] = []
-    for condition, parameters in conditions(job_ids, active_only=False):
+    for condition, parameters in conditions(job_ids):
         found += connection.tuples(f"SELECT {columns} FROM jobs j WHERE {condition}", parameters)  # noqa: S608
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from orc.launchers.ids import AttemptId
@@ -58,6 +59,7 @@ class Destination:
         return {**found, "addresses": dict(self.addresses)} if self.addresses else found
 
     @classmethod
+    @lru_cache(maxsize=100)  # those of many attempts are the same
     def from_text(cls, text: str | None) -> Destination | None:
         """Return the destination of which *text* is the JSON; `None` for none."""
         return cls(**json.loads(text)) if text else None
@@ -100,8 +102,8 @@ class AttemptRecord:
         """Return the record of a row of `COLUMNS`."""
         values: dict[str, Any] = dict(zip(cls.COLUMNS.split(", "), row, strict=True))
         values["state"] = AttemptState(values["state"])
-        values["hosts"] = tuple(json.loads(values["hosts"]))
-        values["progress"] = json.loads(values["progress"])
+        values["hosts"] = tuple(json.loads(values["hosts"])) if values["hosts"] != "[]" else ()
+        values["progress"] = json.loads(values["progress"]) if values["progress"] != "{}" else {}
         for name in ("handle", "exit"):
             values[name] = json.loads(values[name]) if values[name] else None
         values["sent_to"] = Destination.from_text(values["sent_to"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ from orc.launchers.errors import SpecError
 from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.database import Connection, Database, insert
 from orc.orchestrator.ledger.errors import LedgerError
-from orc.orchestrator.ledger.lifecycle import Kind
+from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, JobState, Kind
 from orc.orchestrator.ledger.queries import (
     JobFilter,
     Page,
@@ -81,15 +81,20 @@ class Ledger:
 
     def jobs(self, job_ids: Sequence[str]) -> list[JobRecord]:
         """These jobs, oldest first; unknown ids are left out."""
-        return self._select(job_ids, active_only=False)
+        return self._select(job_ids)
 
-    def active(self, job_ids: Sequence[str] | None = None, cluster: str | None = None) -> list[JobRecord]:
-        """Return the jobs (of *job_ids*, at *cluster*, if given) that have not ended, oldest first."""
-        return self._select(job_ids, active_only=True, cluster=cluster)
+    def active(
+        self,
+        job_ids: Sequence[str] | None = None,
+        cluster: str | None = None,
+        states: Collection[JobState] = ACTIVE_JOB,
+    ) -> list[JobRecord]:
+        """Return the jobs (of *job_ids*, at *cluster*, in *states*, if given) that have not ended, oldest first."""
+        return self._select(job_ids, cluster, states)
 
     def any_active(self) -> bool:
         """Return True when a job has not ended."""
-        ((condition, parameters),) = conditions(None, active_only=True)
+        ((condition, parameters),) = conditions(None, ACTIVE_JOB)
         with self.database.read() as connection:
             return bool(connection.tuples(f"SELECT 1 FROM jobs j WHERE {condition} LIMIT 1", parameters))  # noqa: S608
 
@@ -105,18 +110,18 @@ class Ledger:
             )
 
     def _select(
-        self, job_ids: Sequence[str] | None, *, active_only: bool, cluster: str | None = None
+        self, job_ids: Sequence[str] | None, cluster: str | None = None, states: Collection[JobState] = ()
     ) -> list[JobRecord]:
         found: list[JobRecord] = []
         at = "" if cluster is None else " AND j.cluster = :cluster"
         with self.database.read() as connection:
-            for condition, parameters in conditions(job_ids, active_only=active_only):
+            for condition, parameters in conditions(job_ids, states):
                 found += read_jobs(connection, condition + at, parameters | ({"cluster": cluster} if at else {}))
         return sorted(found, key=lambda job: (job.created_at, job.id))
 
     def specs(self, job_ids: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield these jobs' ids and specifications, as of `spec`, in no order."""
-        for condition, parameters in conditions(job_ids, active_only=False):
+        for condition, parameters in conditions(job_ids):
             with self.database.read() as connection:
                 rows = connection.tuples(f"SELECT j.id, j.spec FROM jobs j WHERE {condition}", parameters)  # noqa: S608
             for job_id, text in rows:

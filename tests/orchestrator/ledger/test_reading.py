@@ -9,7 +9,7 @@ from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Placement
 from orc.orchestrator.ledger.database import one_of
-from orc.orchestrator.ledger.lifecycle import Event, Kind
+from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, Event, Kind
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.queries import JobFilter, conditions
 from orc.orchestrator.ledger.records import EventRecord, NewJob, Reservation
@@ -85,14 +85,12 @@ def test_many_ids_are_looked_up_by_five_hundred_in_one_look(ledger, put, looks, 
 def test_a_statement_has_a_name_for_each_value():
     live, states = one_of("j.state", ["PENDING", "PREPARED", "QUEUED", "RUNNING", "SUBMITTING"])
     assert live == "j.state IN (:j_state_0, :j_state_1, :j_state_2, :j_state_3, :j_state_4)"
-    assert list(conditions(None, active_only=True)) == [(live, states)]
-    assert list(conditions([], active_only=True)) == []
-    assert list(conditions(["a", "b"], active_only=False)) == [
-        ("1 = 1 AND j.id IN (:j_id_0, :j_id_1)", {"j_id_0": "a", "j_id_1": "b"})
-    ]
-    assert list(conditions(["a"], active_only=True)) == [(f"{live} AND j.id IN (:j_id_0)", {**states, "j_id_0": "a"})]
+    assert list(conditions(None, ACTIVE_JOB)) == [(live, states)]
+    assert list(conditions([], ACTIVE_JOB)) == []
+    assert list(conditions(["a", "b"])) == [("1 = 1 AND j.id IN (:j_id_0, :j_id_1)", {"j_id_0": "a", "j_id_1": "b"})]
+    assert list(conditions(["a"], ACTIVE_JOB)) == [(f"{live} AND j.id IN (:j_id_0)", {**states, "j_id_0": "a"})]
     many = [str(i) for i in range(501)]
-    first, second = conditions(many, active_only=False)
+    first, second = conditions(many)
     assert list(first[1].values()) + list(second[1].values()) == many
     assert second == ("1 = 1 AND j.id IN (:j_id_0)", {"j_id_0": "500"})
 
