@@ -131,8 +131,9 @@ class Checkpointing(StateSaving):
 
         Args:
             input_dir: the directory; without it the newest complete checkpoint.
-            load_kwargs: ``map_location`` for everything that is loaded. Anything else of ``torch.load`` has no effect,
-                with a warning: files are mapped into memory, and read as ``weights_only=True`` does.
+            load_kwargs: ``map_location`` for everything that is loaded: as for ``torch.load``, or ``on_device``, this
+                process's device. Anything else of ``torch.load`` has no effect, with a warning: files are mapped into
+                memory, and read as ``weights_only=True`` does.
             load_model_func_kwargs: ``map_location``, and arguments of the models' ``load_state_dict`` (``strict``).
 
         Raises:
@@ -140,6 +141,8 @@ class Checkpointing(StateSaving):
         """
         options, loading = dict(load_model_func_kwargs), dict(load_kwargs or {})
         location = options.pop("map_location", loading.pop("map_location", None))
+        if location == "on_device":
+            location = self.ctx.device
         if loading.get("weights_only"):
             del loading["weights_only"]
         _warn_of_unused("load_state", loading)

@@ -249,6 +249,9 @@ def test_weights_can_be_pickled_instead(tmp_path, make_run):
     run.run()
     run.accelerator.load_state(tmp_path / "s", map_location="cpu", strict=True)
     assert run.state() == expected
+    run.run()
+    run.accelerator.load_state(tmp_path / "s", map_location="on_device")
+    assert run.state() == expected
 
 
 @pytest.mark.filterwarnings("error")
