@@ -33,7 +33,7 @@ TESTBED = HERE.parent / "testbed" / "hosts"
 sys.path[:0] = [str(HERE), str(TESTBED), str(TESTBED.parent), str(HERE.parent / "e2e")]
 
 from command_line import Orc  # noqa: E402
-from harness import Row, paired, report  # noqa: E402
+from harness import Row, on_a_laptop, paired, report  # noqa: E402
 from hosts_testbed import HostsTestbed, eventually  # noqa: E402
 
 from orc.launchers.remote.ssh.fanout import LIMIT  # noqa: E402
@@ -207,24 +207,5 @@ def measure(turns: int) -> None:
             hosts.clean()
 
 
-def main() -> int:
-    """Measure on a laptop; elsewhere bring one up first."""
-    if "HOSTS_LAPTOP" in os.environ:
-        measure(int(sys.argv[1]) if len(sys.argv) > 1 else TURNS)
-        return 0
-    if os.geteuid() != 0:
-        print("hosts: needs root, for the hosts testbed: not measured", file=sys.stderr)
-        return 0
-    with tempfile.TemporaryDirectory(prefix="bench-hosts-") as directory:
-        testbed = str(Path(directory, "testbed"))
-        environ = {**os.environ, "HOSTS_TESTBED_DIR": testbed, "HOSTS_VENV": str(Path(sys.executable).parent.parent)}
-        try:
-            subprocess.run([TESTBED / "up.sh", "4"], env=environ, check=True, stdout=sys.stderr)
-            inside = [TESTBED / "enter.sh", "laptop", sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
-            return subprocess.run(inside, env={**environ, "HOSTS_LAPTOP": testbed}).returncode
-        finally:
-            subprocess.run([TESTBED / "down.sh"], env=environ, check=True, stdout=sys.stderr)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(on_a_laptop(__file__, measure, TURNS))

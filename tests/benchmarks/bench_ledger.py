@@ -1,10 +1,9 @@
-"""The orchestrator's own share: listing 10,000 and 100,000 jobs, submitting, passes over 1,000. No cluster, no agents.
+"""The orchestrator's own share: listing 100,000 jobs, passes over 1,000 that wait. No cluster, no agents.
 
     python tests/benchmarks/bench_ledger.py
 
-Budgets (seconds, medians): a process that lists the newest of 10,000 or 100,000 jobs 0.1, any page of 100,000 0.02;
-two calls at most for the status of 1,000 jobs. What submitting costs beside the backend is printed; the whole is
-measured by bench_cli.py.
+Budgets (seconds, medians): a process that lists the newest of 100,000 jobs 0.1, any page of them 0.02, a pass 2.
+bench_scale.py measures passes over jobs of which something is new, bench_cli.py the commands as a whole.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from pathlib import Path
 
 import pytest
 from harness import Row, report
-from prepared_jobs import create_prepared
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "orchestrator"))  # the fake backend of the orchestrator's tests
 
 from fake_backend import FakeBackend
+from prepared_jobs import create_prepared
 
-from orc.launchers.backends.base import Phase
 from orc.launchers.spec import load_job
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import progress, snapshots
@@ -96,21 +94,6 @@ def fill(client: Client, count: int, state: str) -> list[str]:
     return ids
 
 
-def test_list_of_ten_thousand_jobs(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
-    fill(client, 10_000, "SUCCEEDED")
-    code = "from orc.orchestrator.client import Client; assert len(Client().jobs()) == 50"
-    process = median_of(9, lambda: subprocess.run([sys.executable, "-c", code], check=True))
-    newest = median_of(20, client.jobs)
-    by_tag = median_of(20, lambda: client.jobs(tags={"run": "bench-000007"}))
-    everything = median_of(5, lambda: client.jobs(limit=None))
-    with capsys.disabled():
-        print(
-            f"\nlist, 10,000 jobs in the ledger: process {process * 1e3:.0f} ms; newest 50 {newest * 1e3:.2f} ms; "
-            f"one tag {by_tag * 1e3:.2f} ms; all 10,000 {everything * 1e3:.0f} ms"
-        )
-        report([Row("process that lists 10,000 jobs", "none", process, None, "s", None, 0.1, "ours")])
-
-
 def multiply(client: Client, times: int) -> None:
     """As many jobs more for each one, with their attempts, tags and events, older than all before."""
     copies = ", ".join(f"({i})" for i in range(1, times))
@@ -168,39 +151,6 @@ def test_list_of_a_hundred_thousand_jobs(client: Client, capsys: pytest.CaptureF
         report(rows)
 
 
-def test_status_of_a_thousand_jobs(client: Client, backend: FakeBackend, capsys: pytest.CaptureFixture[str]) -> None:
-    ids = fill(client, 1_000, "PENDING")
-    for job_id in ids:
-        (backend.root / "jobs" / f"orc-{job_id}-a1.json").write_text('{"phase": "running"}')
-    began = time.perf_counter()
-    client.refresh()
-    changed = time.perf_counter() - began
-    assert backend.calls("poll") == ["1000"]
-    unchanged = median_of(5, client.refresh)
-    for job_id in ids:
-        backend.set(f"orc-{job_id}-a1", Phase.SUCCEEDED)
-    began = time.perf_counter()
-    client.refresh()
-    ended = time.perf_counter() - began
-    looking = median_of(3, lambda: [backend._observe(f"orc-{job_id}-a1") for job_id in ids])
-    with capsys.disabled():
-        print(
-            f"\npass over 1,000 jobs, one call each: all start running {changed * 1e3:.0f} ms; nothing changed "
-            f"{unchanged * 1e3:.0f} ms; all end {ended * 1e3:.0f} ms "
-            f"({looking * 1e3:.0f} ms of each are the fake backend's)"
-        )
-        calls = len(backend.calls("poll")) / 8  # one pass each: to running, six times nothing, to the end
-        worst = max(changed, unchanged, ended)
-        report(
-            [
-                Row("status of 1,000 jobs", "none", calls, None, "calls", None, 2, "ours"),
-                Row("reconcile pass over 1,000 live jobs, the slowest", "none", worst, None, "s", None, 2.0, "ours"),
-            ]
-        )
-    assert len(backend.calls("poll")) == 8
-    assert len(client.jobs(states=["SUCCEEDED"], limit=None)) == 1_000
-
-
 def test_pass_over_a_thousand_jobs_that_wait(
     client: Client, backend: FakeBackend, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,19 +191,6 @@ def test_pass_over_a_thousand_jobs_that_wait_for_hosts(
     with capsys.disabled():
         print(f"\n8 hosts, 992 jobs that wait for them: {each * 1e3:.0f} ms for each submission")
         report([Row("reconcile pass, 992 jobs wait for hosts", "none", again, None, "s", None, 2.0, "ours")])
-
-
-def test_submission(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "project").mkdir()
-    path = tmp_path / "project" / "job.yaml"
-    path.write_text("name: bench\ncommand: 'true'\nlauncher: python\n")
-    loaded = load_job(path)
-    submit = median_of(20, lambda: client.submit(loaded))
-    with capsys.disabled():
-        print()
-        what = "submit beside the backend (snapshot, durable writes)"
-        report([Row(what, "none", submit * 1e3, None, "ms", None, None)])
-    assert len({row.id for row in client.jobs(limit=None)}) == 21
 
 
 if __name__ == "__main__":

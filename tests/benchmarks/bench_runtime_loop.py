@@ -6,14 +6,19 @@ Raw and prepared loops take turns; each figure is the median over turns of the d
 so that the loop is nearly all overhead. Where Accelerate is installed (extra `bench`) its loop takes turns too.
 Budgets (microseconds per step): 5 plain, 10 with clipping, 10 with accumulation, clipping, scheduler and bf16. Where
 other programs run on the same cores, ``--cpu-time`` compares the processor time of the thread instead of the clock.
+Last: what watching adds to the plain loop. ``metrics`` has the watchdog too; ``warn`` and ``skip`` guard from spikes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import statistics
 import sys
+import tempfile
 import time
+from functools import partial
 
 import torch
 from harness import Row, report
@@ -21,8 +26,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import orc.runtime.state
+from orc.runtime.core.context import reset_default
 
 STEPS, TURNS = 40, 400
+WATCHING = {
+    "metrics": {"ORC_METRICS": "yes", "ORC_STALL_TIMEOUT_S": "600"},
+    "warn": {"ORC_SPIKE_ACTION": "warn"},
+    "skip": {"ORC_SPIKE_ACTION": "skip"},
+}
 
 
 def parts():
@@ -32,19 +43,21 @@ def parts():
     return model, optimizer, LambdaLR(optimizer, lambda step: 1.0)
 
 
-def raw_plain(inputs):
+def raw_plain(inputs, clip=False):
     model, optimizer, _ = parts()
 
     def run():
         for x in inputs:
             model(x).sum().backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
     return run
 
 
-def prepared_plain(inputs, library=orc.runtime):
+def prepared_plain(inputs, library=orc.runtime, clip=False):
     library.state.AcceleratorState._reset_state(True)
     accelerator = library.Accelerator(cpu=True)
     model, optimizer, _ = accelerator.prepare(*parts())
@@ -52,38 +65,27 @@ def prepared_plain(inputs, library=orc.runtime):
     def run():
         for x in inputs:
             accelerator.backward(model(x).sum())
+            if clip:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
     return run
 
 
-def raw_clipped(inputs):
-    model, optimizer, _ = parts()
+def watched(settings):
+    """The plain loop of a run that these variables watch."""
 
-    def run():
-        for x in inputs:
-            model(x).sum().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    def loop(inputs):
+        os.environ.update(settings)
+        reset_default()
+        try:
+            return prepared_plain(inputs)
+        finally:
+            for name in settings:
+                del os.environ[name]
 
-    return run
-
-
-def prepared_clipped(inputs, library=orc.runtime):
-    library.state.AcceleratorState._reset_state(True)
-    accelerator = library.Accelerator(cpu=True)
-    model, optimizer, _ = accelerator.prepare(*parts())
-
-    def run():
-        for x in inputs:
-            accelerator.backward(model(x).sum())
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return run
+    return loop
 
 
 def raw_full(inputs):
@@ -143,7 +145,12 @@ def main() -> None:
     rows = []
     for what, raw, prepared, budget in (
         ("step over a raw loop, plain", raw_plain, prepared_plain, 5),
-        ("step over a raw loop, clip_grad_norm_", raw_clipped, prepared_clipped, 10),
+        (
+            "step over a raw loop, clip_grad_norm_",
+            partial(raw_plain, clip=True),
+            partial(prepared_plain, clip=True),
+            10,
+        ),
         ("step over a raw loop, accumulate+clip+scheduler+bf16", raw_full, prepared_full, 10),
     ):
         measured = measure({"raw": raw, "orc": prepared})
@@ -153,6 +160,12 @@ def main() -> None:
 
             theirs = measure({"raw": raw, "accelerate": lambda x, make=prepared: make(x, accelerate)})["accelerate"]
             rows.append(Row(what, "accelerate", measured["orc"], theirs, "µs", measured["orc"] / theirs, None))
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        measured = measure({"raw": watched({}), **{name: watched(own) for name, own in WATCHING.items()}}, 200, 60)
+        off = measured.pop("raw")
+        rows += [
+            Row(f"watching a step, {n}", "prepared loop", over, off, "µs", None, None) for n, over in measured.items()
+        ]
     report(rows)
 
 

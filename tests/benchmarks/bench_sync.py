@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 TESTBED = HERE.parent / "testbed" / "hosts"
 sys.path[:0] = [str(HERE), str(TESTBED), str(TESTBED.parent)]
 
-from harness import Row, report  # noqa: E402
+from harness import Row, on_a_laptop, report  # noqa: E402
 from hosts_testbed import HostsTestbed  # noqa: E402
 
 from orc.launchers.backends.ssh import SshBackend  # noqa: E402
@@ -140,24 +139,5 @@ def measure(turns: int) -> None:
             hosts.clean()
 
 
-def main() -> int:
-    """Measure on a laptop; elsewhere bring one up first."""
-    if "HOSTS_LAPTOP" in os.environ:
-        measure(int(sys.argv[1]) if len(sys.argv) > 1 else TURNS)
-        return 0
-    if os.geteuid() != 0 or shutil.which("rsync") is None:
-        print("sync: needs root, for the hosts testbed, and rsync: not measured", file=sys.stderr)
-        return 0
-    with tempfile.TemporaryDirectory(prefix="bench-hosts-") as directory:
-        testbed = str(Path(directory, "testbed"))
-        environ = {**os.environ, "HOSTS_TESTBED_DIR": testbed, "HOSTS_VENV": str(Path(sys.executable).parent.parent)}
-        try:
-            subprocess.run([TESTBED / "up.sh", "4"], env=environ, check=True, stdout=sys.stderr)
-            inside = [TESTBED / "enter.sh", "laptop", sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
-            return subprocess.run(inside, env={**environ, "HOSTS_LAPTOP": testbed}).returncode
-        finally:
-            subprocess.run([TESTBED / "down.sh"], env=environ, check=True, stdout=sys.stderr)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(on_a_laptop(__file__, measure, TURNS, "rsync"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -126,6 +127,29 @@ def report(rows: Iterable[Row]) -> None:
         with open(path, "a") as file:
             for row in rows:
                 file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+
+
+def on_a_laptop(program: str, measure: Callable[[int], None], turns: int, *needs: str) -> int:
+    """Call *measure* on the laptop of a hosts testbed; elsewhere bring one up that runs *program* there."""
+    if "HOSTS_LAPTOP" in os.environ:
+        measure(int(sys.argv[1]) if len(sys.argv) > 1 else turns)
+        return 0
+    if os.geteuid() != 0 or any(shutil.which(need) is None for need in needs):
+        print(
+            f"{Path(program).stem}: needs {', '.join(('root, for the hosts testbed', *needs))}: not measured",
+            file=sys.stderr,
+        )
+        return 0
+    hosts = HERE.parent / "testbed" / "hosts"
+    with tempfile.TemporaryDirectory(prefix="bench-hosts-") as directory:
+        testbed = str(Path(directory, "testbed"))
+        environ = {**os.environ, "HOSTS_TESTBED_DIR": testbed, "HOSTS_VENV": str(Path(sys.executable).parent.parent)}
+        try:
+            subprocess.run([hosts / "up.sh", "4"], env=environ, check=True, stdout=sys.stderr)
+            inside = [hosts / "enter.sh", "laptop", sys.executable, str(Path(program).resolve()), *sys.argv[1:]]
+            return subprocess.run(inside, env={**environ, "HOSTS_LAPTOP": testbed}).returncode
+        finally:
+            subprocess.run([hosts / "down.sh"], env=environ, check=True, stdout=sys.stderr)
 
 
 def main(names: list[str]) -> int:

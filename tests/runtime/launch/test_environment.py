@@ -146,7 +146,7 @@ def test_without_local_rank_loopback_means_one_machine():
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is not"),
+        ({"WORLD_SIZE": "2"}, "(?s)WORLD_SIZE=2 is set but RANK is not.*orc launch -n N script.py"),
         ({"RANK": "0"}, "RANK=0 is set but WORLD_SIZE is not"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is not set"),

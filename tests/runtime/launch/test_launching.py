@@ -119,24 +119,18 @@ def test_one_process_needs_no_process_group(run_ranks):
     assert run_ranks(1, alone) == [("single 1 1.0\n", False)]
 
 
-def test_a_launch_mistake_is_one_clear_error():
-    status, _, err = outcome(start(SCRIPT, WORLD_SIZE="2"))
-    assert status == 1
-    assert "LaunchError: WORLD_SIZE=2 is set but RANK is not" in err
-    assert "orc launch -n N script.py" in err
-
-
-@pytest.mark.distributed
-def test_peers_that_never_come_are_reported_in_time(port):
-    code = """
-        from datetime import timedelta
+def test_peers_that_never_come_are_reported_in_time(run_ranks, port):
+    def body(port):
         from orc.runtime import Accelerator, InitProcessGroupKwargs
-        Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
-    """
-    # By default they are waited for much longer than `outcome` waits.
-    status, _, err = outcome(start(code, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
-    assert status == 1
-    assert f"LaunchError: rank 0 of 2 could not join its peers at 127.0.0.1:{port} (gloo)" in err
+
+        os.environ.update(WORLD_SIZE="2", MASTER_PORT=port)
+        with pytest.raises(LaunchError) as caught:
+            Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
+        return str(caught.value)
+
+    # By default they are waited for much longer than `run_ranks` waits.
+    [said] = run_ranks(1, body, port)
+    assert f"rank 0 of 2 could not join its peers at 127.0.0.1:{port} (gloo)" in said
 
 
 @pytest.mark.distributed
