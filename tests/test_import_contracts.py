@@ -6,7 +6,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -101,38 +101,20 @@ print(json.dumps(sorted(sys.modules)))
     assert loaded & heavy == set()
 
 
-def needed_at_run_time(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements below *node*, those inside functions too, those for type checkers not."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        yield node
-    children: Iterable[ast.AST] = ast.iter_child_nodes(node)
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-        children = node.orelse
-    for child in children:
-        yield from needed_at_run_time(child)
-
-
-def import_statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """All import statements, those for type checkers too."""
-    return (node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
-
-
-def import_graph(
-    *rooms: str, statements: Callable[[ast.AST], Iterator[ast.Import | ast.ImportFrom]] = needed_at_run_time
-) -> dict[str, set[str]]:
-    """The modules of *rooms*, and which of them each imports by one of its *statements*."""
+def import_graph(*rooms: str) -> dict[str, set[str]]:
+    """The modules of *rooms*, and which of them each imports: inside functions and for type checkers, too."""
     paths = {name_of(path): path for room in rooms for path in (ROOT / room).rglob("*.py")}
     graph = {}
     for name, path in paths.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         found: set[str] = set()
-        for node in statements(ast.parse(path.read_bytes())):
+        for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
-                continue
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*above, *filter(None, [node.module])])
-            found |= {full if (full := f"{base}.{alias.name}") in paths else base for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = ".".join([*above, *filter(None, [node.module])])
+                found |= {full if (full := f"{base}.{alias.name}") in paths else base for alias in node.names}
         graph[name] = (found & paths.keys()) - {name}
     return graph
 
@@ -160,13 +142,8 @@ def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     return {frozenset(other for other in beyond[name] if name in beyond[other]) for name in graph} - {frozenset()}
 
 
-def test_no_modules_import_each_other_in_a_circle_not_even_inside_functions() -> None:
+def test_no_modules_import_each_other_in_a_circle_not_even_in_functions_or_annotations() -> None:
     assert circles(import_graph("launchers", "orchestrator")) == set()
-
-
-def test_no_modules_name_each_other_in_a_circle_in_their_annotations() -> None:
-    graph = import_graph("launchers", "orchestrator", statements=import_statements)
-    assert circles(graph) == set()
 
 
 KINDS = {path.parent.name for path in (ROOT / "launchers" / "backends").glob("*/__init__.py")}
@@ -211,10 +188,7 @@ ON_FIRST_USE = {"core.context", "core.topology", "launch.process_group", "testin
 
 
 def test_no_modules_of_the_runtime_import_each_other_in_a_circle_not_even_in_annotations() -> None:
-    graph = import_graph("runtime", statements=import_statements)
-    beyond = {name: reachable(graph, name) for name in graph}
-    circles = {frozenset(other for other in beyond[name] if name in beyond[other]) for name in graph}
-    assert circles == {frozenset(), frozenset(f"orc.runtime.{name}" for name in ON_FIRST_USE)}
+    assert circles(import_graph("runtime")) == {frozenset(f"orc.runtime.{name}" for name in ON_FIRST_USE)}
 
 
 # The rooms of the runtime from the bottom to the top; "" are the public names and the single modules beside the rooms.
@@ -244,7 +218,7 @@ def test_rooms_of_the_runtime_import_what_is_below_them() -> None:
         room = name.split(".")[2] if name.count(".") > 1 else ""
         return ROOMS.index(room if room in ROOMS else "")
 
-    graph = import_graph("runtime", statements=import_statements)
+    graph = import_graph("runtime")
     upward = {name: {other for other in graph[name] if height(other) > height(name)} for name in graph}
     short = "orc.runtime."
     found = {name.removeprefix(short): {one.removeprefix(short) for one in above} for name, above in upward.items()}
@@ -252,7 +226,7 @@ def test_rooms_of_the_runtime_import_what_is_below_them() -> None:
 
 
 def test_checkpoints_ask_the_engine_for_its_own_state_and_import_none() -> None:
-    graph = import_graph("runtime", statements=import_statements)
+    graph = import_graph("runtime")
     engines = {name for name in graph if name.startswith("orc.runtime.engine.") and name != "orc.runtime.train.engine"}
     for name in graph:
         if name.startswith("orc.runtime.checkpoint."):
