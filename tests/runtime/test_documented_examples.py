@@ -76,39 +76,6 @@ def test_the_quick_tour(run_ranks, world):
 
 
 @each_world
-def test_distributed_evaluation(run_ranks, world):
-    class Metric:
-        def __init__(self):
-            self.predictions, self.references = [], []
-
-        def add_batch(self, predictions, references):
-            self.predictions += predictions.flatten().tolist()
-            self.references += references.flatten().tolist()
-
-    def script():
-        from orc.runtime import Accelerator
-
-        accelerator = Accelerator()
-        model, _, validation_dataloader, *_ = parts(samples=19)
-        model.to(accelerator.device)
-        metric = Metric()
-        validation_dataloader = accelerator.prepare(validation_dataloader)
-        for inputs, targets in validation_dataloader:
-            predictions = model(inputs)
-            # Gather all predictions and targets
-            all_predictions, all_targets = accelerator.gather_for_metrics((predictions, targets))
-            # Example of use with a *Datasets.Metric*
-            metric.add_batch(all_predictions, all_targets)
-        return metric.predictions, metric.references
-
-    model, _, loader, *_ = parts(samples=19)
-    inputs, targets = loader.dataset.tensors
-    for predictions, references in run_ranks(world, script):
-        assert references == targets.flatten().tolist()
-        assert predictions == pytest.approx(model(inputs).flatten().tolist())
-
-
-@each_world
 def test_accumulation_by_hand_and_by_the_context_manager(run_ranks, world):
     def manual():
         model, optimizer, training_dataloader, scheduler, loss_function = parts()
@@ -206,36 +173,6 @@ def test_the_checkpointing_example(run_ranks, world, tmp_path):
         assert all(map(torch.equal, before, restored))
         assert not any(map(torch.equal, before, after))
         assert (trained, epoch) == (2, 0)
-
-
-@each_world
-def test_restoring_the_place_in_the_data(run_ranks, world, tmp_path):
-    def script(path):
-        from orc.runtime import Accelerator
-
-        accelerator = Accelerator(project_dir="my/save/path")
-        train_dataloader = DataLoader(torch.arange(64), batch_size=2)
-        train_dataloader = accelerator.prepare(train_dataloader)
-        accelerator.save_state(path)
-        accelerator.load_state(path)
-
-        # Assume the checkpoint was saved 10 steps into the epoch
-        skipped_dataloader = accelerator.skip_first_batches(train_dataloader, 10)
-
-        # After the first iteration, go back to `train_dataloader`
-
-        # First epoch
-        first = [batch.tolist() for batch in skipped_dataloader]
-
-        # Second epoch
-        second = [batch.tolist() for batch in train_dataloader]
-        return first, second
-
-    results = run_ranks(world, script, str(tmp_path / "my_state"))
-    for rank, (first, second) in enumerate(results):
-        every = [[2 * i, 2 * i + 1] for i in range(rank, 32, world)]
-        assert second == every
-        assert first == every[10:]
 
 
 @each_world
