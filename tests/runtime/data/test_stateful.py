@@ -161,30 +161,6 @@ except RuntimeError as error:
     assert second == first.replace("0 2 cpu", "1 2 cpu")
 
 
-def test_a_seedable_order_gives_the_model_of_one_process_with_the_whole_batch(run_ranks):
-    def body(batch_size, split_batches):
-        torch.manual_seed(11)
-        config = DataLoaderConfiguration(use_seedable_sampler=True, split_batches=split_batches)
-        accelerator = Accelerator(dataloader_config=config)
-        model = torch.nn.Linear(3, 1)
-        data = torch.randn(32, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(data, batch_size=batch_size, shuffle=True)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        for _ in range(3):
-            for batch in loader:
-                optimizer.zero_grad()
-                accelerator.backward(model(batch).square().mean())
-                optimizer.step()
-        return [value.detach().tolist() for value in accelerator.unwrap_model(model).parameters()]
-
-    (alone,) = run_ranks(1, body, 8, False)
-    for batch_size, split_batches in ((4, False), (8, True)):
-        for weights in run_ranks(2, body, batch_size, split_batches):
-            assert torch.allclose(torch.tensor(weights[0]), torch.tensor(alone[0]), atol=1e-6)
-            assert weights[1] == pytest.approx(alone[1], abs=1e-6)
-
-
 def test_a_seedable_order_needs_no_seed_of_the_script():
     torch.seed()  # may have 64 bits
     torch.random.default_generator.manual_seed(2**63 + 5)
