@@ -316,19 +316,24 @@ def places_jobs(ws: Workspace, cluster: str) -> bool:
 
 KINDS = ("sweep", "array", "map")  # of groups
 _SMALL = 100  # elements: clusters take an array of so many
+_UNSENT = (JobState.QUEUED, JobState.PREPARED)  # by the number of the newest attempt
 # What the jobs of one array may differ in.
 _OF_PROGRAM = frozenset({"name", "script", "module", "command", "args", "env", "tags", "runtime", "checkpoint"})
 
 
 def of_groups(ws: Workspace, jobs: Sequence[JobRecord]) -> dict[str, list[str]]:
-    """Return those of *jobs* that are to be sent together, by group: those of groups of which nothing is under way."""
-    waiting: dict[str, list[JobRecord]] = defaultdict(list)
+    """Return those of *jobs* that are to be sent together, by group: those of groups of which nothing is under way.
+
+    They have no attempt, or all have their first one, of an array that could not be sent.
+    """
+    waiting: dict[str, dict[int, list[JobRecord]]] = defaultdict(lambda: defaultdict(list))
     for job in jobs:
-        if job.group_id and job.state is JobState.QUEUED and not job.number and job.cancel_requested_at is None:
-            waiting[job.group_id].append(job)
+        if job.group_id and job.number < 2 and job.state is _UNSENT[job.number] and job.cancel_requested_at is None:
+            waiting[job.group_id][job.number].append(job)
+    chosen = {group_id: members[max(members)] for group_id, members in waiting.items()}
     return {
         group_id: [job.id for job in members]
-        for group_id, members in waiting.items()
+        for group_id, members in chosen.items()
         if len(members) > 1 and _are_array(ws, group_id, members)
     }
 
@@ -346,7 +351,8 @@ def _are_array(ws: Workspace, group_id: str, jobs: Sequence[JobRecord]) -> bool:
         if group is None or group.kind not in KINDS or dependencies.of_jobs(connection, ids):
             return False
         # Each of several arrays would run that many: then orc itself keeps the limit, job by job.
-        if group.max_parallel is not None and (size < len(jobs) or groups.under_way(connection, group_id)):
+        others = groups.under_way(connection, group_id) - (len(jobs) if first.number else 0)
+        if group.max_parallel is not None and (size < len(jobs) or others):
             return False
     return are_alike(spec for _, spec in ws.ledger.specs(ids))
 
@@ -399,8 +405,10 @@ def prepare(
     planner.check(plans[0], None)
     group_id = str(jobs[0].group_id)
     with ws.ledger.transaction() as tx:
-        admission.admit(ws, tx, [job for job, _ in members], together=[group_id])
         group = groups.find(tx.connection, group_id)
-        prepared = tx.prepare_all([(job, p.marker, p.digest) for (job, _), p in zip(members, plans, strict=True)])
+        prepared = [job for job, _ in members]
+        if jobs[0].state is JobState.QUEUED:
+            admission.admit(ws, tx, prepared, together=[group_id])
+            prepared = tx.prepare_all([(job, p.marker, p.digest) for job, p in zip(prepared, plans, strict=True)])
     attempts = [PreparedAttempt(plan, None, job) for job, plan in zip(prepared, plans, strict=True)]
     return attempts, group.max_parallel if group is not None else None

@@ -160,6 +160,7 @@ def test_a_pass_tries_an_array_again_that_cannot_be_sent_now_and_gives_one_up_th
     backend.behave(submit=None)
     client.refresh()
     assert {client.job(job_id).state for job_id in ids} == {"PENDING" if how == "unreachable" else "FAILED"}
+    assert (backend.arrays, backend.limit) == ([3, 3] if how == "unreachable" else [3], 2)
 
 
 def test_more_than_an_array_takes_become_several_of_which_one_may_be_refused(client, backend, job_file, monkeypatch):
