@@ -16,7 +16,7 @@ from orc.runtime.checkpoint.errors import CheckpointError, RankMissing, tell
 from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.layout import Manifest
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
-from orc.runtime.checkpoint.replication.replicas import PATIENCE_S
+from orc.runtime.checkpoint.replication.sites import PATIENCE_S
 from orc.runtime.checkpoint.state import fit, rng
 from orc.runtime.checkpoint.state.strategies import (
     FULL,

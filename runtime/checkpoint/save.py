@@ -22,8 +22,7 @@ from orc.runtime.checkpoint.format.layout import NAME, CheckpointRoot, Manifest,
 from orc.runtime.checkpoint.format.state_file import without_aliases, write_tensors
 from orc.runtime.checkpoint.replication.absence import Absence
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error, attempt
-from orc.runtime.checkpoint.replication.replicas import complete
-from orc.runtime.checkpoint.replication.sites import Sites, Survey
+from orc.runtime.checkpoint.replication.sites import Sites, Survey, complete
 from orc.runtime.checkpoint.state import rng
 from orc.runtime.checkpoint.state.ownership import refuse_superseded
 from orc.runtime.checkpoint.state.staging import Stage

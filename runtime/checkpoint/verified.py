@@ -22,8 +22,7 @@ from orc.runtime.checkpoint.format.layout import (
     read_manifest,
 )
 from orc.runtime.checkpoint.replication.barrier import Barrier, agree_on_no_error
-from orc.runtime.checkpoint.replication.replicas import PATIENCE_S, provide
-from orc.runtime.checkpoint.replication.sites import Sites
+from orc.runtime.checkpoint.replication.sites import PATIENCE_S, Sites, provide
 from orc.runtime.checkpoint.storage import remote
 from orc.runtime.checkpoint.storage.remote import Location, Remote, RemoteRoot
 

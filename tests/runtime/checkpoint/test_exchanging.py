@@ -11,10 +11,9 @@ import pytest
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format.layout import MARK, NAME, Manifest, examined, read_manifest
 from orc.runtime.checkpoint.replication import relay as relay_module
-from orc.runtime.checkpoint.replication import replicas, sites
+from orc.runtime.checkpoint.replication import sites
 from orc.runtime.checkpoint.replication.relay import Relay
-from orc.runtime.checkpoint.replication.replicas import complete, provide
-from orc.runtime.checkpoint.replication.sites import Sites, Survey
+from orc.runtime.checkpoint.replication.sites import Sites, Survey, complete, provide
 from orc.runtime.checkpoint.storage.durable import HashingFile, checksum, write_file
 from orc.runtime.core.store import LocalStore, StoreError
 
@@ -370,11 +369,11 @@ def put(file, content):
 
 def test_the_first_that_has_a_file_sends_it_to_all_that_lack_one():
     present = [["a", "b", "own"], ["not asked"], ["b", "c"], ["c", "own"]]
-    assert replicas._transfers(SEVERAL, present) == [
+    assert sites._transfers(SEVERAL, present) == [
         (0, ["a", "b", "own"], [2, 3]),
         (2, ["c"], [0]),
     ]
-    assert replicas._transfers(SEVERAL, [["a"], [], ["a"], ["a"]]) == []
+    assert sites._transfers(SEVERAL, [["a"], [], ["a"], ["a"]]) == []
 
 
 def place(folder, *names):
@@ -451,15 +450,15 @@ def test_what_keeps_a_site_from_having_a_checkpoint_is_told_apart(tmp_path):
 
 def test_who_holds_it_is_who_has_no_trouble_on_any_of_its_ranks():
     bad, gone = ["damaged", "a is damaged"], ["lacking", "there is none"]
-    assert replicas._holders(SEVERAL, [None] * 4) == ([0, 2, 3], [])
-    assert replicas._holders(SEVERAL, [None, bad, gone, None]) == (
+    assert sites._holders(SEVERAL, [None] * 4) == ([0, 2, 3], [])
+    assert sites._holders(SEVERAL, [None, bad, gone, None]) == (
         [3],
         ["rank 1: a is damaged (copied from the machine of rank 3)"],
     )
-    assert said(lambda: replicas._holders(SEVERAL, [bad, None, gone, bad])) == (
+    assert said(lambda: sites._holders(SEVERAL, [bad, None, gone, bad])) == (
         "rank 0: a is damaged\nrank 3: a is damaged"
     )
-    assert said(lambda: replicas._holders(SEVERAL, [gone, None, gone, ["lacking", "another"]])) == (
+    assert said(lambda: sites._holders(SEVERAL, [gone, None, gone, ["lacking", "another"]])) == (
         "another\nthere is none"
     )
 
@@ -480,7 +479,7 @@ def test_a_checkpoint_that_every_site_has_is_read_where_it_is(tmp_path):
 
 def test_the_first_that_holds_it_sends_it_to_those_that_lack_it(tmp_path, monkeypatch):
     manifest, told, link = checkpoint(tmp_path / "c", b=b"2", a=b"1"), [], Link()
-    monkeypatch.setattr(replicas, "tell", told.append)
+    monkeypatch.setattr(sites, "tell", told.append)
     bad = ["damaged", "a is damaged"]
     table = Table([None, bad, ["lacking", "none"]], [None] * 3, [None] * 3, relay=link)
     assert provide(table, SEVERAL, tmp_path / "c", "0af3") == (tmp_path / "c", manifest)
@@ -492,7 +491,7 @@ def test_the_first_that_holds_it_sends_it_to_those_that_lack_it(tmp_path, monkey
 
 def test_a_site_that_lacks_it_gets_it_and_only_rank_0_tells(tmp_path, monkeypatch):
     manifest, told = checkpoint(tmp_path / "there", a=b"1"), []
-    monkeypatch.setattr(replicas, "tell", told.append)
+    monkeypatch.setattr(sites, "tell", told.append)
     link = Link({NAME: manifest.to_json(), "a": b"1"})
     bad = ["damaged", "a is damaged"]
     table = Table([bad, bad, None], [None, None, [NAME, "a"]], [None] * 3, mine=2, relay=link)
@@ -538,7 +537,7 @@ def test_a_copy_that_fails_is_told_to_all(tmp_path, error):
 
 
 def received(folder, contents, site=2):
-    return replicas._receive(
+    return sites._receive(
         lambda create: [put(create(name), content) for name, content in contents.items()], folder, site
     )
 
@@ -571,7 +570,7 @@ def test_what_arrives_otherwise_than_its_manifest_says_is_refused(tmp_path, cont
 
 
 def test_what_cannot_be_removed_after_a_failure_does_not_hide_it(tmp_path, monkeypatch):
-    real, removed = replicas.remove_tree, []
+    real, removed = sites.remove_tree, []
 
     def remove(path):
         removed.append(path)
@@ -579,7 +578,7 @@ def test_what_cannot_be_removed_after_a_failure_does_not_hide_it(tmp_path, monke
         if len(removed) == 2:
             raise OSError("busy")
 
-    monkeypatch.setattr(replicas, "remove_tree", remove)
+    monkeypatch.setattr(sites, "remove_tree", remove)
     assert said(lambda: received(tmp_path / "c", {"a": b"1"})).startswith(
         f"{tmp_path}/c.site-2.tmp has no manifest.json"
     )
@@ -597,5 +596,5 @@ def test_a_reader_without_room_reads_past_everything_and_fails_in_the_end(tmp_pa
     (tmp_path / "file").touch()
     seen = []
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
-        replicas._receive(lambda create: seen.append(create("a")), tmp_path / "file" / "c", 2)
+        sites._receive(lambda create: seen.append(create("a")), tmp_path / "file" / "c", 2)
     assert seen == [None]
