@@ -524,7 +524,7 @@ def _looks(client: Client, jobs: int, events: int) -> Iterator[Row]:
     cursor = None
     for _ in range(10):
         cursor = ledger.page(JobFilter(owner="user-6"), cursor, 200).next or cursor
-    some = ledger.rows(1)[0][0]
+    some = ledger.page(JobFilter(), limit=1).rows[0][0]
     looks: dict[str, Callable[[], object]] = {
         "newest 50": lambda: ledger.page(JobFilter()),
         "a later page of one owner": lambda: ledger.page(JobFilter(owner="user-6"), cursor),

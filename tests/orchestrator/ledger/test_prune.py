@@ -14,6 +14,7 @@ from orc.orchestrator.ledger.groups import GroupRecord
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.prune import PruneReport, PruneRule, prune, was_pruned, would_prune
+from orc.orchestrator.ledger.queries import JobFilter
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.store import Ledger
 
@@ -52,7 +53,7 @@ def counts(ledger):
 
 
 def left(ledger):
-    return {row[0] for row in ledger.rows()}
+    return {row[0] for row in ledger.page(JobFilter()).rows}
 
 
 def test_jobs_that_ended_long_ago_go_with_all_that_belongs_to_them(ledger, clock, put):

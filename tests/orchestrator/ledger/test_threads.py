@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from orc.orchestrator.ledger.opening import open_database
+from orc.orchestrator.ledger.queries import JobFilter
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.store import Ledger
 
@@ -27,7 +28,7 @@ def test_what_many_threads_write_at_once_is_all_there(request, tmp_path, clock, 
 
     with ThreadPoolExecutor(8) as threads:
         ledgers = list(threads.map(enqueue, [ids[i::8] for i in range(8)]))
-    assert {row[0] for row in ledgers[0].rows()} == set(ids)
+    assert {row[0] for row in ledgers[0].page(JobFilter()).rows} == set(ids)
     events = [event.id for event in ledgers[0].events_after(0, 99)]
     assert len(events) == len(ids)
     assert events == sorted(events)
@@ -39,6 +40,7 @@ CODE = """
 import sys, threading, time
 from pathlib import Path
 from orc.orchestrator.ledger.opening import open_database
+from orc.orchestrator.ledger.queries import JobFilter
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.store import Ledger
 def work(name):
@@ -46,7 +48,7 @@ def work(name):
     for i in range(5):
         with ledger.transaction() as tx:
             tx.enqueue(NewJob(f"{name}-{i}", "digits", "lab", "fake", "", {}, {}, {}))
-        ledger.rows()
+        ledger.page(JobFilter())
     ledger.close()
 threads = [threading.Thread(target=work, args=(f"{sys.argv[2]}-{t}",)) for t in range(3)]
 [t.start() for t in threads], [t.join() for t in threads]
@@ -58,5 +60,5 @@ def test_processes_of_many_threads_share_a_file(tmp_path, clock):
     users = [subprocess.Popen([*argv, f"p{i}"], stderr=subprocess.PIPE, text=True) for i in range(3)]
     assert [(user.communicate()[1], user.returncode) for user in users] == [("", 0)] * 3
     ledger = Ledger(open_database(tmp_path), clock)
-    assert len(ledger.rows()) == len(ledger.events_after(0, 99)) == 45
+    assert len(ledger.page(JobFilter()).rows) == len(ledger.events_after(0, 99)) == 45
     ledger.close()
