@@ -236,6 +236,25 @@ def admit(ws: Workspace, tx: Transaction, jobs: Sequence[JobRecord], *, together
             raise Held(found, where=job.id)
 
 
+def hold_prepared(ws: Workspace, job: JobRecord) -> str:
+    """Return the reason that a PREPARED *job* is not sent by itself now; empty when it may be.
+
+    Each attempt of an array is PREPARED, also those for which its cluster would have kept the limit of the group.
+    """
+    if job.group_id is None:
+        return ""
+    with ws.ledger.database.read() as connection:
+        group = groups.find(connection, job.group_id)
+        if group is None or group.max_parallel is None:
+            return ""
+        sent = groups.under_way(connection, job.group_id, (JobState.QUEUED, JobState.PREPARED))
+    return _turn(job.group_id) if sent >= group.max_parallel else ""
+
+
+def _turn(group_id: str) -> str:
+    return f"waiting for its turn in {group_id}"
+
+
 def _not_before(look: Admission, job: JobRecord) -> str:
     if job.not_before is None or job.not_before <= look.tx.now:
         return ""
@@ -261,7 +280,7 @@ def _max_parallel(look: Admission, job: JobRecord) -> str:
         free = not taken
     else:
         free = taken + sum(one.group_id == job.group_id for one in look.admitted) < most
-    return "" if free else f"waiting for its turn in {job.group_id}"
+    return "" if free else _turn(job.group_id)
 
 
 def _limits(look: Admission, job: JobRecord) -> str:

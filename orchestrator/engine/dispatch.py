@@ -214,6 +214,9 @@ def _dispatch_claimed(ws: Workspace, jobs: Sequence[JobRecord], new: NewJobs) ->
     if job.cancel_requested_at is not None:
         _cancel_unsent(ws, job)
         return False
+    if job.state is JobState.PREPARED and (reason := admission.hold_prepared(ws, job)):
+        delivery.wait_for_room(ws, job, reason)
+        return False
     return _send(ws, [job], new)
 
 

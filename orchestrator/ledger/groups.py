@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -62,9 +62,9 @@ def members(connection: Connection, group_id: str) -> list[Member]:
     return [Member(job_id, index, JobState(state)) for job_id, index, state in rows]
 
 
-def under_way(connection: Connection, group_id: str) -> int:
-    """Return the number of jobs of a group that neither wait nor have ended."""
-    return sum(not one.state.terminal and one.state is not JobState.QUEUED for one in members(connection, group_id))
+def under_way(connection: Connection, group_id: str, waiting: Collection[JobState] = (JobState.QUEUED,)) -> int:
+    """Return the number of jobs of a group that have not ended, without those in a state of *waiting*."""
+    return sum(not one.state.terminal and one.state not in waiting for one in members(connection, group_id))
 
 
 def owners(connection: Connection, group_id: str) -> set[str]:

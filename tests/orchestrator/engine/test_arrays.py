@@ -89,13 +89,20 @@ def test_an_array_that_was_certainly_not_submitted_never_runs(client, backend, j
     assert backend.calls("run") == []
 
 
-def test_an_ambiguous_array_is_looked_for_element_by_element(client, backend, job_file):
+def test_an_ambiguous_array_is_looked_for_element_by_element_and_keeps_its_limit(client, backend, job_file):
     backend.behave(submit="ambiguous")  # the first was accepted, the answer was lost
     records = start(client, backend, job_file())
     assert [client.job(record.id).attempt.state for record in records] == ["AMBIGUOUS"] * 3
     backend.behave(submit=None)
+    for _ in range(2):
+        client.refresh()
+        states = [client.job(record.id).state for record in records]
+        assert sorted(states) == ["PENDING", "PENDING", "PREPARED"]
+    assert client.job(records[states.index("PREPARED")].id).reason == "waiting for its turn in array-aaaaaa"
+    backend.set(f"orc-{records[0].id}-a1", Phase.SUCCEEDED)
     client.refresh()
-    assert [client.job(record.id).state for record in records] == ["PENDING"] * 3
+    client.refresh()
+    assert [client.job(record.id).state for record in records] == ["SUCCEEDED", "PENDING", "PENDING"]
     assert sorted(backend.calls("run")) == sorted(f"orc-{record.id}-a1" for record in records)
 
 
