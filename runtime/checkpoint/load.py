@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing, tell
 from orc.runtime.checkpoint.format import layout
@@ -28,6 +27,7 @@ from orc.runtime.checkpoint.state.strategies import (
 )
 from orc.runtime.checkpoint.storage.copying import CopyQueue, placed, read_state, unmapped, unpickle
 from orc.runtime.checkpoint.verified import Verified
+from orc.runtime.collectives.tree import recursively_apply
 from orc.runtime.core.libraries import libraries
 from orc.runtime.core.prepared import Layout, PreparedModel
 from orc.runtime.data.plan import PositionError
@@ -84,7 +84,11 @@ def load(
     states: dict[str, Any] = {}
     with _agreed(barrier, "load_state (reading)"):
         own = own_state_of(everything)
-        if own is not None and own.trained() and (wrong := own.problem(manifest.files, manifest.world_size)):
+        if own is not None and own.trained():
+            wrong = own.problem(manifest.files, manifest.world_size)
+        else:
+            wrong = next((why for library in libraries().values() if (why := library.problem(manifest.files))), None)
+        if wrong is not None:
             raise CheckpointError(f"{directory} does not fit what is prepared: {wrong}. Nothing was loaded")
         entries = _entries(directory, prepared, manifest.files)
         _check_counterparts(directory, manifest, entries)
@@ -180,7 +184,7 @@ def _try(
     for entry in entries:
         if entry.strategy != SHARDED and entry.kind != "loader" and fit.decides_itself(entry.target):
             # As it is mapped, in containers of its own: it needs no memory beside the copy of what it replaces.
-            state = tree_map_only(torch.Tensor, lambda tensor: tensor, states[entry.path.name])
+            state = recursively_apply(lambda tensor: tensor, states[entry.path.name])
             load_it = partial(entry.target.load_state_dict, state)
             fit.load_tentatively(undo, str(entry.path), entry.target, load_it)
 
@@ -245,9 +249,6 @@ def _model_entries(directory: Path, manifest: Manifest, models: Sequence[Prepare
 def _check_counterparts(directory: Path, manifest: Manifest, entries: Iterable[Entry]) -> None:
     names = [entry.path.name for entry in entries if entry.strategy != SHARDED]
     if missing := [name for name in names if name not in manifest.files]:
-        for library in libraries().values():
-            if wrong := library.problem(manifest.files):
-                raise CheckpointError(f"{directory} does not fit what is prepared: {wrong}. Nothing was loaded")
         raise CheckpointError(
             f"{directory} holds no {', '.join(missing)}: more is prepared or registered here than when it was saved; "
             "load into the same script's objects"

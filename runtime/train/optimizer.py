@@ -49,7 +49,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.scaler = scaler
         self.device_placement = device_placement
-        self._gradient = gradient.owner or gradient  # of the Accelerator that prepares it
+        self._window = gradient.owner or gradient  # of the Accelerator that prepares it
         self._engine = engine
         self.steps = 0  # updates made
         self.skips = 0  # updates skipped, by the engine or by a watcher of the gradients
@@ -113,7 +113,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: drop the gradients instead of filling them with zeros.
         """
-        if self._gradient.take_over().sync_gradients:
+        if self._window.take_over().sync_gradients:
             self._engine.zero_grad(self, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -122,7 +122,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Args:
             closure: computes the loss anew, as for `torch.optim.Optimizer.step`.
         """
-        if not self._gradient.take_over().sync_gradients:
+        if not self._window.take_over().sync_gradients:
             return None
         engine = self._engine
         events = engine.events
@@ -176,7 +176,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the engine that trains here, and without the counter that torch's schedulers put around `step`.
-        here = ("_gradient", "_engine", "step")
+        here = ("_window", "_engine", "step")
         own = {name: value for name, value in self.__dict__.items() if name not in here}
         return {**own, "ctx": self._engine.ctx}
 
@@ -186,14 +186,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
         ctx = state["ctx"]
         self.__dict__.update({name: value for name, value in state.items() if name != "ctx"})
-        self._gradient = ctx.gradient.owner or ctx.gradient
+        self._window = ctx.gradient.owner or ctx.gradient
         self._engine = engine_for(ctx, prepared=Prepared(scaler=self.scaler))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = object.__new__(type(self))
         own = {name: value for name, value in self.__getstate__().items() if name not in ("scaler", "ctx")}
         twin.__dict__.update(copy.deepcopy(own, memo))
-        twin._gradient, twin._engine, twin.scaler = self._gradient, self._engine, self.scaler  # of the same run
+        twin._window, twin._engine, twin.scaler = self._window, self._engine, self.scaler  # of the same run
         return twin
 
     def __repr__(self) -> str:

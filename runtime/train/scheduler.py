@@ -63,7 +63,7 @@ class AcceleratedScheduler:
         self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
-        self._gradient = gradient.owner or gradient  # of the Accelerator that prepares it
+        self._window = gradient.owner or gradient  # of the Accelerator that prepares it
         self._advance = 1 if split_batches else num_processes
         self._counts = hasattr(scheduler, "_step_count")  # some of torch's have none
         self._ends = getattr(scheduler, "total_steps", None) is not None  # torch's raise beyond their last step
@@ -75,7 +75,7 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             scheduler.step(*args, **kwargs)
             return
-        gradient = self._gradient.take_over()
+        gradient = self._window.take_over()
         if not gradient.sync_gradients:
             if self._counts and gradient.adjust_scheduler:
                 scheduler._step_count += 1
@@ -110,20 +110,20 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_gradient"}  # of the run
+        return {name: value for name, value in self.__dict__.items() if name != "_window"}  # of the run
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from orc.runtime.core.context import current_context
 
         self.__dict__.update(state)
-        gradients = [optimizer._gradient for optimizer in self.optimizers if hasattr(optimizer, "_gradient")]
+        gradients = [optimizer._window for optimizer in self.optimizers if hasattr(optimizer, "_window")]
         record = current_context().gradient
-        self._gradient = gradients[0] if gradients else record.owner or record
+        self._window = gradients[0] if gradients else record.owner or record
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        twin._gradient = self._gradient  # of the same run
+        twin._window = self._window  # of the same run
         return twin
 
     def __repr__(self) -> str:

@@ -124,7 +124,8 @@ def _model_problem(model: nn.Module, state: Mapping[str, Any], strict: bool) -> 
            if not isinstance(state[name], torch.Tensor)]  # fmt: skip
     given = sizes_of(state)
     given |= {name: here[name].shape for name in tensors if here[name].ndim == 0 and given[name] == (1,)}
-    lines = difference(sizes_of(here), given, strict)
+    # What is no tensor, such as a module's extra state, decides by itself.
+    lines = difference(sizes_of(here) | {name: None for name in here if name not in tensors}, given, strict)
     return "; ".join([*([lines] if lines else []), *odd]) or None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -191,12 +192,15 @@ def _stored(file: Any, mapped: torch.Tensor, metadata: Metadata, item: ReadItem)
     if sizes is None or not sizes.numel():
         return None
     part = cast(IO[bytes], _create_file_view(file, place.offset, place.length))
+    dtype = entry.properties.dtype
+    size = sizes.numel() * dtype.itemsize
+    with zipfile.ZipFile(part) as archive:
+        if [record.file_size for record in archive.infolist() if "/data/" in record.filename] != [size]:
+            return None
+    part.seek(0)
     reader: Any = torch._C.PyTorchFileReader(part)
-    at, dtype = place.offset + reader.get_record_offset("data/0"), entry.properties.dtype
-    end = at + sizes.numel() * dtype.itemsize
-    if at % dtype.itemsize or end > place.offset + place.length:
-        return None
-    return mapped[at:end].view(dtype).view(sizes)
+    at = place.offset + reader.get_record_offset("data/0")
+    return None if at % dtype.itemsize else mapped[at : at + size].view(dtype).view(sizes)
 
 
 class _Planner(DefaultLoadPlanner):

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import state_file
+from orc.runtime.collectives.tree import recursively_apply
 
 _MAPS = Path("/proc/self/maps")
 Span = tuple[int, int, int]  # begin and end in memory, and where in the file it begins
@@ -234,7 +234,7 @@ def unmapped(state: Any, copies: CopyQueue, current: Any = None) -> Any:
     memory twice, and moves them to their device.
     """
     if current is None or _shape(current) != _shape(state):
-        return tree_map_only(torch.Tensor, partial(_fresh, copies=copies), state)
+        return recursively_apply(partial(_fresh, copies=copies), state)
     return _filled(state, current, copies)
 
 

@@ -100,7 +100,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """
         if closure is not None:
             raise ValueError("DeepSpeed's optimizers take no closure: call backward() and step()")
-        if self._gradient.sync_gradients:
+        if self._window.take_over().sync_gradients:
             self._engine.step(self)
             for tell in self._engine.events.on_step:
                 tell(self)
