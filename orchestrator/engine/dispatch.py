@@ -84,12 +84,12 @@ def _batches(
     ws: Workspace, jobs: Sequence[JobRecord], together: Mapping[str, Collection[str]]
 ) -> Iterator[Sequence[JobRecord]]:
     """Yield *jobs* in their order, those that go *together* at the place of the first of them, as arrays."""
-    found: dict[str, list[JobRecord]] = {}
+    found: dict[tuple[str, int], list[JobRecord]] = {}
     for job in jobs:
         array = job.group_id if job.group_id and job.id in together.get(job.group_id, ()) else None
-        found.setdefault(array or job.id, []).append(job)
+        found.setdefault((array or job.id, job.number), []).append(job)
     for some in found.values():
-        yield from batches(some, array_size(ws, some[0].cluster, len(some)) if len(some) > 1 else 1)
+        yield from batches(some, max(1, array_size(ws, some[0].cluster, len(some))) if len(some) > 1 else 1)
 
 
 def _in_the_way(ws: Workspace, job: JobRecord, closed: Mapping[str, Mapping[str, str]]) -> str:
@@ -325,20 +325,20 @@ _OF_PROGRAM = frozenset({"name", "script", "module", "command", "args", "env", "
 
 
 def of_groups(ws: Workspace, jobs: Sequence[JobRecord]) -> dict[str, list[str]]:
-    """Return those of *jobs* that are to be sent together, by group: those of groups of which nothing is under way.
+    """Return those of *jobs* that are to be sent together, by group: of one with a limit, all that is left of it.
 
-    They have no attempt, or all have their first one, of an array that could not be sent.
+    They have no attempt yet, or their first one, of an array that could not be sent: not in one array with the others.
     """
     waiting: dict[str, dict[int, list[JobRecord]]] = defaultdict(lambda: defaultdict(list))
     for job in jobs:
         if job.group_id and job.number < 2 and job.state is _UNSENT[job.number] and job.cancel_requested_at is None:
             waiting[job.group_id][job.number].append(job)
-    chosen = {group_id: members[max(members)] for group_id, members in waiting.items()}
-    return {
-        group_id: [job.id for job in members]
-        for group_id, members in chosen.items()
-        if len(members) > 1 and _are_array(ws, group_id, members)
-    }
+    found: dict[str, list[str]] = {}
+    for group_id, by_number in waiting.items():
+        for members in by_number.values():
+            if len(members) > 1 and _are_array(ws, group_id, members):
+                found.setdefault(group_id, []).extend(job.id for job in members)
+    return found
 
 
 def _are_array(ws: Workspace, group_id: str, jobs: Sequence[JobRecord]) -> bool:
@@ -377,7 +377,7 @@ def array_size(ws: Workspace, cluster: str, count: int) -> int:
         most = backend.most_elements() if count > _SMALL else None
         return count if most is None else min(count, most)
     except BackendUnreachable:
-        return count  # their dispatch says so, once
+        return min(count, _SMALL)  # their dispatch says so, once
     except LaunchError:
         return 0  # the dispatch of its jobs says what is wrong with the cluster
 

@@ -39,6 +39,8 @@ def submit_group(loaded: LoadedGroup, *, reconciler: bool, yes: bool, as_json: b
     else:
         echo(view.id)
         echo(_summary(view), err=True)
+        if refused := next((member.job for member in view.members if member.job.state == "FAILED"), None):
+            echo(f"{refused.id} FAILED: {refused.reason}", err=True)
         echo(f"next: orc {view.kind} status {view.id}, orc wait {view.id}", err=True)
     return int(of_states(member.job.state for member in view.members))
 

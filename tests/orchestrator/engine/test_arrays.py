@@ -50,10 +50,12 @@ def backend(tmp_path: Path) -> FakeArrays:
     return FakeArrays(tmp_path / "fake")
 
 
-def members(client: Client, backend: FakeArrays, loaded: Any, count: int) -> tuple[list[Submission], GroupRecord]:
+def members(
+    client: Client, backend: FakeArrays, loaded: Any, count: int, limit: int | None = 2
+) -> tuple[list[Submission], GroupRecord]:
     ws = client.workspace
     snapshot = snapshots.take(ws.store, loaded, progress.silent, backend)
-    group = GroupRecord("array-aaaaaa", "array", "array", ws.user, ws.clock(), max_parallel=2)
+    group = GroupRecord("array-aaaaaa", "array", "array", ws.user, ws.clock(), max_parallel=limit)
     each = [new_submission(ws, loaded.spec, snapshot, source="array") for _ in range(count)]
     return [replace(one, group=group.id, number=number) for number, one in enumerate(each)], group
 
@@ -62,9 +64,9 @@ def start(client: Client, backend: FakeArrays, loaded: Any, count: int = 3) -> l
     return [client.job(job_id) for job_id in submit_group(client.workspace, *members(client, backend, loaded, count))]
 
 
-def enqueued(client: Client, backend: FakeArrays, loaded: Any) -> list[str]:
+def enqueued(client: Client, backend: FakeArrays, loaded: Any, count: int = 3, limit: int | None = 2) -> list[str]:
     """Leave the members of an array behind as a submission does that is killed when they are durable."""
-    new, group = members(client, backend, loaded, 3)
+    new, group = members(client, backend, loaded, count, limit)
     return [job.id for job in enqueue(client.workspace, new, within=lambda tx: create_group(tx.connection, group))]
 
 
@@ -188,6 +190,23 @@ def test_more_than_an_array_takes_become_several_of_which_one_may_be_refused(cli
     monkeypatch.setattr(backend, "submit_array", refuse_the_second)
     view = groups.submit(client.session, load_jobs(path))
     assert [member.job.state for member in view.members] == ["PENDING"] * 3 + ["FAILED"] * 3 + ["PENDING"]
+
+
+def test_arrays_stay_arrays_when_a_pass_is_killed_between_them(client, backend, job_file, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dispatch, "_SMALL", 1)
+    backend.most = 2
+    ids = enqueued(client, backend, job_file(), count=5, limit=None)
+    with monkeypatch.context() as killed:
+        killed.setattr(backend, "stage", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            client.refresh()
+    assert sorted(client.job(job_id).state for job_id in ids) == ["PREPARED"] * 2 + ["QUEUED"] * 3
+    client.refresh()
+    assert [client.job(job_id).state for job_id in ids] == ["PENDING"] * 5
+    assert sorted(backend.arrays) == [2, 2]
 
 
 def test_more_than_an_array_takes_keep_their_limit_one_by_one(client, backend, job_file, monkeypatch):
