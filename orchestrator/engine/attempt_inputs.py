@@ -194,11 +194,14 @@ def changed(stored: Mapping[str, Any], overrides: Sequence[str], *, where: str) 
     from orc.launchers.spec.source import Document
 
     document = Document(json.loads(json.dumps(stored)), where, {}, {})
+    named: Mapping[str, Any] = {}
     for override in overrides:
         words = document.data.get("args")  # of a mapping in the job file, perhaps
-        if override.lstrip().startswith("args.") and isinstance(words, list):
-            document.data["args"] = named if (named := grammar.named_flags(words)) is not None else words
+        by_key = override.lstrip().startswith("args.")
+        if by_key and isinstance(words, list) and (flags := grammar.named_flags(words)) is not None:
+            document.data["args"], named = flags, {**flags}
         load.apply_override(document, override, load.reading)
+    _refuse_lost_words(named, document.data.get("args"))
     _refuse_another_snapshot(stored, document.data, where)
     return load.validate(document)
 
@@ -210,6 +213,19 @@ def digests_left(digests: Mapping[str, str], stored: Mapping[str, Any], new: Job
     old = stored.get("inputs") or {}
     same = {INPUT + name for name, text in new.inputs.items() if old.get(name) == text}
     return {key: digest for key, digest in digests.items() if not key.startswith(INPUT) or key in same}
+
+
+def _refuse_lost_words(named: Mapping[str, Any], args: Any) -> None:
+    """Raise `SpecError` where *args*, changed from *named*, may lack words that belong to no flag."""
+    for key, old in named.items() if isinstance(args, dict) else ():
+        new = args.get(key)
+        # The last of several words may be a positional one; a single one is, if the flag takes none.
+        if new != old and (isinstance(old, list) or (old is not True and (isinstance(new, bool) or new in (None, [])))):
+            raise SpecError(
+                f"the words after {key} may be its values, or arguments of their own",
+                where=f"--set args.{key}",
+                hint="give all arguments: --set 'args=[...]'",
+            )
 
 
 def _refuse_another_snapshot(old: Mapping[str, Any], new: Mapping[str, Any], where: str) -> None:

@@ -266,6 +266,22 @@ def test_a_resubmission_takes_the_overrides_of_a_submission(client, job_file, ov
     assert new.spec == submitted.spec
 
 
+@pytest.mark.parametrize(
+    ("words", "overrides"),
+    [
+        (["--lr", "0.1", "data.csv"], ["args.lr=0.2"]),
+        (["--lr", "0.1", "data.csv"], ["args.epochs=1", "args.lr=0.2"]),
+        (["--fp16", "train.txt"], ["args.fp16=false"]),
+        (["--fp16", "train.txt"], ["args.fp16=true"]),
+    ],
+)
+def test_a_resubmission_loses_no_positional_argument(client, job_file, words, overrides):
+    job = client.submit(job_file(args=words))
+    with pytest.raises(SpecError, match="may be its values, or arguments of their own"):
+        client.resubmit(job.id, overrides=overrides)
+    assert client.resubmit(job.id, overrides=["args.epochs=1"]).spec["args"] == [*words, "--epochs", "1"]
+
+
 def test_the_plan_of_an_attempt_is_recorded_by_its_digest(client, job_file):
     view = client.submit(job_file())
     data = {event.kind: event.data for event in client.events(view.id)}
