@@ -112,13 +112,15 @@ def torch_facts() -> dict[str, Any] | None:
 
 
 def _clusters() -> list[dict[str, str]] | str:
-    """Return names and kinds of the clusters that are described well; what is wrong with their file instead."""
+    """Return names of the clusters with their kinds, or what is wrong with them; what is wrong with the whole file."""
     from orc.launchers.spec.clusters import read_clusters
 
     try:
-        return [{"name": name, "kind": cluster.kind} for name, cluster in read_clusters()[0].items()]
+        clusters, wrong = read_clusters()
     except LaunchError as error:
         return f"error: {error.what}"
+    kinds = [{"name": name, "kind": cluster.kind} for name, cluster in clusters.items() if name not in wrong]
+    return kinds + [{"name": name, "error": error.what} for name, error in wrong.items()]
 
 
 def _accelerate(config_file: Path | None) -> dict[str, Any] | None:
@@ -181,8 +183,9 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             f"- backends: {', '.join(torch['backends']) if isinstance(torch['backends'], list) else torch['backends']}",
         ]
     clusters = facts["clusters"]
-    told = clusters if isinstance(clusters, str) else ", ".join(f"{one['name']} ({one['kind']})" for one in clusters)
-    lines += [f"- clusters: {told}", *(f"- {name}: {path}" for name, path in facts["paths"].items())]
+    if not isinstance(clusters, str):
+        clusters = ", ".join(f"{one['name']} ({one.get('kind') or 'error: ' + one['error']})" for one in clusters)
+    lines += [f"- clusters: {clusters}", *(f"- {name}: {path}" for name, path in facts["paths"].items())]
     config = facts["accelerate_config"]
     if config is None:
         lines.append("- Accelerate's default config: none")

@@ -155,7 +155,10 @@ def _cluster(name: str | None, zone: str | None, *, needed: bool) -> Cluster | N
         if not _makes_machines(cluster):
             raise SpecError(f"{name} is of kind {cluster.kind}, not tpu", hint="`orc clusters` lists the clusters.")
     else:
-        found = [one for one in read_clusters()[0].values() if _makes_machines(one)]
+        clusters, wrong = read_clusters()
+        if wrong:  # it may be the one that is meant
+            raise next(iter(wrong.values()))
+        found = [one for one in clusters.values() if _makes_machines(one)]
         if not found and not needed:
             return None
         if not found:

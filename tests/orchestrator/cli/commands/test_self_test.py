@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+
+from orc.launchers.paths import clusters_file
 
 CHECKS = ["start", "state", "data", "collectives", "training", "save and load"]
 
@@ -48,7 +51,10 @@ def test_env_says_what_an_issue_needs_and_no_secret(orc, place: Path, monkeypatc
     other.write_text(
         f"{told}commands: [export TOKEN=s3cret]\ntpu_env: [KEY=s3cret]\nmain_process_ip: s3cret.internal\n"
     )
+    clusters_file().parent.mkdir(parents=True, exist_ok=True)
+    clusters_file().write_text("a: {kind: local}\nb: {kind: nothing}\n")
     text = orc("env", "--config_file", str(other)).out
+    assert re.search(r"^- clusters: local \(local\), a \(local\), b \(error: .*nothing", text, re.MULTILINE)
     for line in (
         "num_processes: 3",
         "distributed_type: TPU",

@@ -160,6 +160,10 @@ def test_what_cannot_be_done_is_refused_before_anybody_is_asked(orc, clusters, p
 def test_which_cluster_is_meant_has_to_be_clear(orc, clusters) -> None:
     clusters(one=TPU, two=TPU)
     assert "several clusters are of kind tpu: one, two" in orc("tpu-config", "--tpu-name", "n", "--command", "id").err
+    clusters(one=TPU, two={**TPU, "rot": "/x"})  # which may be meant, too
+    done = orc("tpu-config", "--tpu-name", "n", "--command", "id")
+    assert (done.code, done.out) == (2, "")
+    assert "two" in done.err
     clusters()
     assert "there is no cluster of kind tpu" in orc("tpu-config", "--tpu-name", "n", "--command", "id").err
 
