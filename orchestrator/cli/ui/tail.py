@@ -239,6 +239,7 @@ class Cursor:
         """*start* is the offset of the first byte of each log; *around* is entered while something is written."""
         self._client, self._job_id, self._sink, self._start, self._around = client, job_id, sink, start, around
         self._offsets: dict[tuple[int, LogSelector], int] = {}
+        self._tails: dict[tuple[int, LogSelector], int] = {}  # lines, of logs whose ends have not been read yet
         self._unreachable: dict[tuple[int, LogSelector], BackendUnreachable] = {}
 
     @property
@@ -258,6 +259,9 @@ class Cursor:
         """Copy what the logs hold beyond the last copy; the number of bytes."""
         copied = 0
         for selector in selectors:
+            if (lines := self._tails.pop((attempt, selector), None)) is not None:
+                self.copy_tail(attempt, [selector], lines)
+                continue
             offset = self._offsets.get((attempt, selector), self._start)
             if count := self._copy_in_kernel(attempt, selector, offset):
                 copied, offset = copied + count, offset + count
@@ -278,15 +282,20 @@ class Cursor:
             return self._sink.copy_file(path, offset) if path else 0
 
     def copy_tail(self, attempt: int, selectors: Sequence[LogSelector], lines: int) -> None:
-        """Copy the last *lines* lines of each log, and go on from its end."""
+        """Copy the last *lines* lines of each log, and go on from its end; `copy` does so for those not read to it."""
         for selector in selectors:
             last = LogChunk(selector, self._start, b"")
             for chunk in self.read(attempt, selector, self._start):
                 data = last.data + chunk.data
                 keep = last_lines(data, lines)
                 last = LogChunk(selector, chunk.end - len(keep), keep)
+            if (attempt, selector) in self._unreachable:
+                self._tails[attempt, selector] = lines
+                continue
             if last.data:
-                self._sink.write(attempt, last)
+                with self._around():
+                    self._sink.write(attempt, last)
+                    self._sink.flush()
             self._offsets[attempt, selector] = last.end
 
 

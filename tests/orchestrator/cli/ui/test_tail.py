@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers.backends.base import LogChunk, LogSelector
+from orc.launchers.errors import BackendUnreachable
 from orc.orchestrator.cli.ui.tail import Cursor, PlainSink, PrefixSink, Selection, last_lines
 
 R0, R1, N0 = LogSelector(rank=0), LogSelector(rank=1), LogSelector(node=0)
@@ -114,6 +115,26 @@ def test_the_tail_is_that_of_the_program_tail_and_goes_on_at_the_end(piece: int,
     logs.data[R0] += b"more"
     cursor.copy(1, [R0])
     assert out.getvalue() == expected + b"more"
+
+
+def test_the_tail_of_a_host_that_does_not_answer_is_shown_when_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs, out = Logs(), io.BytesIO()
+    logs.data[R0] = b"a\nbb\nccc\n"
+    cursor = Cursor(logs, "job", PlainSink(out))  # type: ignore[arg-type]
+
+    def breaks_off(*_: object, **__: object) -> Iterator[LogChunk]:
+        yield LogChunk(R0, 0, b"a\n")
+        raise BackendUnreachable("no route", where="node2")
+
+    with monkeypatch.context() as away:
+        away.setattr(logs, "read_log", breaks_off)
+        cursor.copy_tail(1, [R0], 1)
+        cursor.copy(1, [R0])
+    assert (out.getvalue(), cursor.unreachable) == (b"", {"node2": "no route"})
+    cursor.copy(1, [R0])
+    logs.data[R0] += b"more"
+    cursor.copy(1, [R0])
+    assert out.getvalue() == b"ccc\nmore"
 
 
 def test_last_lines_of_nothing_is_nothing() -> None:
