@@ -75,8 +75,7 @@ def command(
     with waiting(f"looking for the logs of {job_id}"):
         listed = list_logs(client.session, job_id, number) if number else Logs(0, [])
     selectors, silent = selection.of(listed.logs, final=True), dict(listed.unreachable)
-    if not selectors and not following:
-        reporting.warn_unreachable(silent, _MISSING, "host")
+    if not selectors and not following and not silent:
         raise _no_logs(view, number, listed.logs)
     single = selection.single(view.spec) if following else len(selectors) == 1
     coloured = output.coloured() if colours is None else colours
@@ -94,7 +93,7 @@ def command(
             followed = range(number or 1, (attempt or len(view.attempts)) + 1)
             there = {n: list_logs(client.session, job_id, n) for n in followed}
             silent = {host: why for listed in there.values() for host, why in listed.unreachable.items()}
-            if not any(selection.of(listed.logs, final=True) for listed in there.values()):
+            if not silent and not any(selection.of(listed.logs, final=True) for listed in there.values()):
                 last = attempt or len(view.attempts)
                 raise _no_logs(view, last, there[last].logs if last in there else ())
         elif tail is None and len(selectors) > 1 and have_times(cursor, number, selectors):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hosts_testbed import eventually
 
+from orc.launchers.backends.local.backend import LocalBackend
 from orc.launchers.paths import state_dir
 from orc.orchestrator.cli.commands import list as listing
 from orc.orchestrator.cli.commands.logs import _no_logs
@@ -168,7 +169,7 @@ def test_logs_of_all_ranks_are_told_apart_and_of_one_are_raw(orc: Run, job_file:
     assert all(p["attempt"] == 1 and p["node"] is None and p["end"] == p["offset"] + len(p["text"]) for p in pieces)
 
 
-def test_logs_that_are_not_there_are_an_error(orc: Run, job_file: JobFile) -> None:
+def test_logs_that_are_not_there_are_an_error(orc: Run, job_file: JobFile, monkeypatch: pytest.MonkeyPatch) -> None:
     orc("submit", job_file(TWO), "--follow")
     missing = orc("logs", "@last", "--rank", "7")
     assert missing.code == 2
@@ -178,6 +179,14 @@ def test_logs_that_are_not_there_are_an_error(orc: Run, job_file: JobFile) -> No
     assert "there is no such log" in followed.err
     assert "attempts so far: 1" in orc("logs", "@last", "--attempt", "3").err
     assert orc("logs", "nothing").code == 4
+    monkeypatch.setattr(
+        LocalBackend, "log_listing", lambda self, handle: (self.log_selectors(handle), {"n4": "no route"})
+    )
+    for more in ((), ("-f",), ("--tail", "1")):  # it may be there
+        away = orc("logs", "@last", "--rank", "7", *more)
+        assert (away.code, away.out) == (5, "")
+        assert "n4" in away.err
+        assert "there is no such log" not in away.err
 
 
 def test_a_hundred_megabytes_of_log_are_copied_byte_for_byte(
