@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from orc.launchers.agent.records import MOST_NODES, checked, clean_text
 from orc.launchers.attempts.records import AttemptExit
 from orc.launchers.attempts.records import Cause as Cause
 from orc.launchers.attempts.records import LogChunk as LogChunk
@@ -136,11 +137,28 @@ class Observation:
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> Observation:
-        """Return the observation that `to_dict` has described."""
-        own = {"phase": Phase(told["phase"]), "cause": Cause(told["cause"]) if told["cause"] else None}
-        ended = AttemptExit.from_dict(told["exit"]) if told["exit"] else None
-        hosts = {name: tuple(told[name]) for name in ("hosts", "failed_hosts")}
-        return cls(**{**told, **own, **hosts, "exit": ended})
+        """Return the observation that `to_dict` has described, without what cannot be. Raises `ValueError`."""
+        known = checked({name: told.get(name) for name in ("reason", "started_at", "ended_at", "progress")})
+        ended, cause = told.get("exit"), told.get("cause")
+        try:
+            return cls(
+                Phase(told["phase"]),
+                Cause(cause) if cause else None,
+                exit=AttemptExit.from_dict(checked(ended) | {"hosts": _names(ended.get("hosts"))}) if ended else None,
+                hosts=_names(told.get("hosts")),
+                failed_hosts=_names(told.get("failed_hosts")),
+                restarts=checked({"restart": told.get("restarts")}).get("restart", 0),
+                due=told.get("due") is True,
+                **known,
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"no observation: {error!r}") from None
+
+
+def _names(told: Any) -> tuple[str, ...]:
+    """Return the names of hosts in *told*, a record's list."""
+    names = told if isinstance(told, list) else []
+    return tuple(clean_text(name, slice(255)) for name in names[:MOST_NODES] if isinstance(name, str))
 
 
 class AttemptFiles(abc.ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -10,6 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
+from orc.launchers.agent.records import parse_object
 from orc.launchers.attempts.reader import read_attempts
 from orc.launchers.backends.base import Observation, cancel_request
 
@@ -51,7 +53,12 @@ def write_end(transport: Transport, home: str, seen: Observation) -> None:
 
 
 def read_ends(files: Iterable[tuple[Transport, str]]) -> dict[str, Observation]:
-    """Return what `write_end` has noted, by the attempts' directories."""
+    """Return what `write_end` has noted, by the attempts' directories; nothing of what others put in its place."""
     wanted = ((transport, f"{home}/{ENDED}") for transport, home in files)
     found = _ask_all(wanted, lambda transport, paths: transport.read_many(paths))
-    return {path.removesuffix(f"/{ENDED}"): Observation.from_dict(json.loads(data)) for path, data in found.items()}
+    ends = {}
+    for path, data in found.items():
+        with contextlib.suppress(ValueError):
+            if (seen := Observation.from_dict(parse_object(data) or {})).phase.ended:
+                ends[path.removesuffix(f"/{ENDED}")] = seen
+    return ends
