@@ -308,7 +308,7 @@ class Submitter:
             wanted = artefact(text)
             if wanted.job in stages:
                 continue
-            source = self._ws.ledger.resolve(wanted.job)
+            source = self._ws.ledger.resolve(wanted.job, where=f"inputs.{name}")
             record = self._ws.ledger.job(source)
             owner = record.owner if record is not None else ""
             if not self._session.caller.may_change(owner):

@@ -206,7 +206,8 @@ def _with_ids(ws: Workspace, spec: JobSpec, stages: Mapping[str, str]) -> JobSpe
         update={
             "depends_on": [f"{stages[one.job]}:{one.condition}" if one.job in stages else text for text, one in waits],
             "inputs": {
-                name: f"{stages.get(one.job) or ws.ledger.resolve(one.job)}.{one.output}" for name, one in taken.items()
+                name: f"{stages.get(one.job) or ws.ledger.resolve(one.job, f'inputs.{name}')}.{one.output}"
+                for name, one in taken.items()
             },
         }
     )

@@ -191,6 +191,9 @@ def test_artefacts_are_taken_by_their_owner_and_by_admins(served: Served, projec
         for named in (hers.id, hers.id[:-1]):
             with pytest.raises(NotAllowed, match=refused):
                 alan.submit(project(show, inputs={"data": f"{named}.model"}))
+        with pytest.raises(LaunchError) as caught:
+            alan.submit(project(show, inputs={"data": "nothing.model"}))
+        assert (caught.value.what, caught.value.where) == ("no such job: nothing", "inputs.data")
         own = alan.submit(project(show, inputs={"data": f"{his.id[:-1]}.model"}))  # the start of an id is enough
         assert own.spec["inputs"] == {"data": f"{his.id}.model"}
         assert shown(alan, own.id) == b"of alan\n"

@@ -120,6 +120,9 @@ def test_a_dependency_that_cannot_be_is_refused_and_leaves_no_job(client, backen
         with pytest.raises(SpecError) as caught:
             client.submit(job_file(depends_on=wanted))
         assert said in str(caught.value)
+    with pytest.raises(SpecError) as caught:
+        client.submit(job_file(inputs={"weights": "nothing-like-that.model"}))
+    assert caught.value.where == "inputs.weights"
     assert len(client.jobs()) == 1
 
 
