@@ -24,7 +24,8 @@ class _Span(click.ParamType["float | None"]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
         seconds = None if value == "never" else AGE.convert(value, param, ctx)
-        if seconds is not None and not 0 < seconds <= 3660 * 86400:
+        # A number alone might be meant in days.
+        if seconds is not None and not (str(value)[-1].isalpha() and 0 < seconds <= 3660 * 86400):
             self.fail(f"{value!r} is no time: 90d, 12h, 30m, or never.", param, ctx)
         return seconds
 

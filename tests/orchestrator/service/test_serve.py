@@ -73,7 +73,8 @@ def test_tokens_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert main(["token", "revoke", "tok-none"]) == 2
     assert main(["token", "create", "--user", "a\nb"]) == 2
-    assert main(["token", "create", "--user", "a", "--expires", "soon"]) == 2
+    for span in ("soon", "90", "0d"):
+        assert main(["token", "create", "--user", "a", "--expires", span]) == 2
 
 
 def test_an_admin_makes_tokens_through_the_service_and_others_do_not(
