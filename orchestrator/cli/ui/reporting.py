@@ -24,7 +24,7 @@ class ExitCode(enum.IntEnum):
     """Exit statuses of every command but `orc launch`, which passes on the script's own."""
 
     OK = 0
-    JOB_FAILED = 1  # also: doctor and `clusters check` found an error
+    JOB_FAILED = 1  # also: doctor and `clusters check` found an error, `clusters` and `clusters list` a wrong entry
     USAGE = 2  # bad input or usage, or this machine cannot carry it out; nothing was done
     CANCELLED = 3
     NO_SUCH_JOB = 4
