@@ -51,6 +51,7 @@ sed -z "$rename" <"$names/paths" >"$names/parts" && sed -z "h;$rename;p;x" <"$na
 xargs -0 -r -n 2 mv -fvT -- <"$names/moves"
 """
 _MOST_FILES = 100  # in one command, which says nothing until they are on the disk
+_MOST_ENTRIES = 1000  # directories and links in one command, likewise
 _MKDIR = 'umask "$2"; mkdir -p -- "$1"'
 # Not `tail | head`, whose status is that of the last: an error in the middle would look like the end of the file.
 # A FIFO or a device, which could be waited for for ever, is as if not there.
@@ -123,12 +124,11 @@ class SshTransport(Transport):
     def write_many(
         self, files: Sequence[WholeFile], directories: Sequence[str] = (), links: Mapping[str, str] = NO_LINKS
     ) -> None:
-        """See `Transport.write_many`. One command for all that has no content, and one for a hundred files."""
-        if directories or links:
-            entries = [*map(_directory, directories), *(_link(*link) for link in links.items())]
-            self._change(
-                f"cannot make {entries[0].name} and others", _UNPACK, stdin=_archive((e, b"") for e in entries)
-            )
+        """See `Transport.write_many`. One command for a thousand that have no content, and one for a hundred files."""
+        entries = [*map(_directory, directories), *(_link(*link) for link in links.items())]
+        for start in range(0, len(entries), _MOST_ENTRIES):
+            some = entries[start : start + _MOST_ENTRIES]
+            self._change(f"cannot make {some[0].name} and others", _UNPACK, stdin=_archive((e, b"") for e in some))
         for start in range(0, len(files), _MOST_FILES):
             batch = files[start : start + _MOST_FILES]
             what = f"cannot write {batch[0].path} and {len(batch) - 1} more"

@@ -323,6 +323,22 @@ def test_many_files_are_written_each_in_one_step(there: There) -> None:
     there.transport.write_many([])
 
 
+def test_directories_and_links_are_made_a_thousand_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, commands = ScriptsHere(), 0
+
+    def gather(argv: Sequence[str], stdin: bytes, patient: bool) -> tuple[int, bytes, bytes]:
+        nonlocal commands
+        commands += 1
+        return ScriptsHere.gather(transport, argv, stdin, patient)
+
+    monkeypatch.setattr(transport, "gather", gather)
+    here = [str(tmp_path / str(number)) for number in range(1000)]
+    transport.write_many([], here, {f"{here[0]}/link": here[1]})
+    assert commands == 2
+    assert len(list(tmp_path.iterdir())) == 1000
+    assert (tmp_path / "0" / "link").readlink() == tmp_path / "1"
+
+
 @AND_BY_SCRIPTS
 def test_of_many_files_none_is_left_half_written(there: There) -> None:
     there.transport.write(there.path("file"), b"")
