@@ -72,6 +72,8 @@ SENT = {name for program in (PRESENCE, RECEIVER, COLLECTOR) for name in (program
 def test_what_is_sent_as_text_needs_the_oldest_python_of_agents_and_its_standard_library_alone(name):
     tree = ast.parse(source(name), feature_version=OLDEST_FOR_AGENT)
     assert not too_new(tree)
+    assert "from __future__ import annotations" in source(name), "X | Y in annotations came with Python 3.10"
+    assert "pairwise" not in source(name), "itertools.pairwise came with Python 3.10"
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             needed = [str(node.module)] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]

@@ -275,4 +275,6 @@ _NO_FILE = (*_NOT_THERE, errno.ELOOP)
 def _problem(line: str) -> OSError:
     """Return the error in the last line of a program's output."""
     *before, reason = line.split(": ")
+    if reason.startswith("Wrote only "):  # as tar says it of a disk that got full in the middle of a piece
+        reason = os.strerror(errno.ENOSPC)
     return OSError(_ERRORS.get(reason, 0), reason, *before[-1:])

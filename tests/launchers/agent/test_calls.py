@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -123,6 +124,24 @@ def test_a_launcher_that_fails_by_itself_is_the_reason_on_all_nodes(called):
     assert (job.exit(0)["outcome"], job.exit(0)["reason"]) == ("crash", "the launcher exited with 1")
     assert "no such device" in job.exit(0)["first_failure"]["log_tail"]
     assert job.exit(1)["outcome"] == "peer"
+
+
+def test_ranks_that_saved_on_another_node_were_preempted(called):
+    job = called(
+        """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.1)
+        """
+    )
+    agents = start(job)
+    for rank in range(4):
+        job.until_log("ready", rank)
+    agents[1].send_signal(signal.SIGTERM)
+    assert ends(agents) == [75, 75]
+    assert {job.exit(node)["outcome"] for node in range(2)} == {"preempted"}
 
 
 PROBE = """

@@ -44,8 +44,8 @@ class There:
 class ScriptsHere(SshTransport):
     """The file operations of `SshTransport`, by the shell of this machine."""
 
-    def __init__(self) -> None:
-        self.name, self.run = "here", LocalTransport().run
+    def __init__(self, user: int | None = None) -> None:
+        self.name, self.run, self.user = "here", LocalTransport().run, user
 
     def close(self) -> None:
         pass
@@ -57,7 +57,8 @@ class ScriptsHere(SshTransport):
         return nullcontext(SimpleNamespace(gather=partial(self.gather, argv)))
 
     def gather(self, argv: Sequence[str], stdin: bytes, patient: bool) -> tuple[int, bytes, bytes]:
-        done = subprocess.run(argv, input=stdin, capture_output=True, env={**os.environ, "LC_ALL": "C"}, check=False)
+        env = {**os.environ, "LC_ALL": "C"}
+        done = subprocess.run(argv, input=stdin, capture_output=True, env=env, check=False, user=self.user)
         return done.returncode, done.stdout, done.stderr
 
 
@@ -372,6 +373,36 @@ def test_a_place_that_cannot_be_written_is_named(there: There) -> None:
         there.transport.mkdir(there.path("file/below"))
     with pytest.raises(BackendError, match=r"cannot remove .*: Is a directory"):
         there.transport.remove(there.directory)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB with one file."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    (disk / "file").write_bytes(b"before")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_full_disk_is_named_and_the_old_file_stays(small_disk: Path, many: bool) -> None:
+    path, data, transport = str(small_disk / "file"), b"x" * 3_000_000, ScriptsHere()
+    with pytest.raises(BackendError, match=f"cannot write {path}.*: No space left on device") as error:
+        transport.write_many([WholeFile(path, data)]) if many else transport.write(path, data)
+    assert not isinstance(error.value, BackendUnreachable)
+    assert "the disk is full" in error.value.hint
+    assert (small_disk / "file").read_bytes() == b"before"
+    assert transport.names(str(small_disk)) == ["file"]
+
+
+def test_a_directory_of_somebody_else_is_named() -> None:
+    nobody = ScriptsHere(user=65534 if os.geteuid() == 0 else None)
+    with pytest.raises(BackendError, match="here: cannot write /etc/orc: Permission denied") as error:
+        nobody.write("/etc/orc", b"")
+    assert "check the permissions" in error.value.hint
 
 
 def test_a_failure_that_no_error_number_stands_for_is_a_failure(there: There) -> None:

@@ -105,6 +105,14 @@ def test_jobs_get_room_in_the_order_in_which_they_came(client, backend, submit):
     assert f"held by {wide.id}" in client.job(narrow.id).reason
 
 
+def test_a_small_job_does_not_pass_a_large_one_that_waits_for_the_same_hosts(client, submit):
+    submit(1, 2)
+    large = submit(3, 2)
+    small = submit(1, 1)
+    assert (large.state, small.state) == ("QUEUED", "QUEUED")
+    assert small.reason.startswith(f"waiting for room: {large.id} is older and waits for the same hosts")
+
+
 def test_a_job_that_the_cluster_can_never_carry_is_refused_and_leaves_nothing(client, submit, held):
     with pytest.raises(RenderError, match="the cluster has 3"):
         submit(4)

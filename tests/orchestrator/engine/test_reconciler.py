@@ -208,8 +208,8 @@ def test_the_backend_may_end_leftovers_before_the_next_attempt(client, backend, 
     assert len(backend.calls("submit")) == 2
 
 
-def test_a_retry_waits_for_its_backoff(client, backend, clock, running):
-    view = running(retry={"max_attempts": 3, "on": ["crash"], "backoff": 60})
+def test_a_retry_waits_for_its_backoff_and_says_when_it_was_the_last(client, backend, clock, running):
+    view = running(retry={"max_attempts": 2, "on": ["crash"], "backoff": 60})
     backend.set(view.attempt.marker, Phase.FAILED, cause="crash", reason="boom")
     client.refresh()
     for _ in range(5):
@@ -220,6 +220,9 @@ def test_a_retry_waits_for_its_backoff(client, backend, clock, running):
     clock.now += 15.6
     client.refresh()
     assert client.job(view.id).state == "PENDING"
+    backend.set(f"orc-{view.id}-a2", Phase.FAILED, cause="crash", reason="boom")
+    client.refresh()
+    assert (client.job(view.id).state, client.job(view.id).reason) == ("FAILED", "boom (attempt 2 of 2)")
 
 
 def test_a_retry_runs_from_the_same_snapshot(client, backend, running, job_file):

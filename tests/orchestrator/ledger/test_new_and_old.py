@@ -244,7 +244,8 @@ def test_a_new_ledger_meets_nothing_of_a_lost_one(tmp_path):
 
 
 def test_who_comes_second_keeps_the_ledger_of_the_first(tmp_path, monkeypatch):
-    def somebody_is_faster(*_):
+    def somebody_is_faster(fd, how):
+        assert (os.readlink(f"/proc/self/fd/{fd}"), how) == (str(tmp_path), fcntl.LOCK_EX)
         (tmp_path / "ledger.db").write_bytes(b"the first")
         (tmp_path / "ledger.db-wal").write_bytes(b"of the first")
 

@@ -15,6 +15,7 @@ from running_service import Running, make_running
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     made = make_running(
         tmp_path_factory.mktemp("strict") / "state",
+        max_body=4096,
         requests_per_minute=40,
         failed_logins_per_minute=3,
         max_streams=1,
@@ -27,6 +28,16 @@ def _address(running: Running, number: int) -> Any:
     """A client that comes from another address of this machine, so that tests do not share rates."""
     transport = httpx.HTTPTransport(local_address=f"127.0.0.{number}")
     return running.http("ada", transport=transport)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_body_is_as_large_as_was_set_and_no_larger(strict: Running, streamed: bool) -> None:
+    with _address(strict, 15) as http:
+        for size, status in ((4096, 422), (4097, 413)):
+            body = b" " * size
+            answer = http.post("/api/v1/login", content=iter([body]) if streamed else body)
+            assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["what"] == "the body is larger than 4096 bytes"
 
 
 def test_a_token_has_to_wait_when_it_asks_too_often(strict: Running) -> None:

@@ -370,6 +370,13 @@ def test_a_save_is_written_and_agreed_on_step_by_step(tmp_path):
     assert table.brought[0]["files"]["a"] == {"size": 1, "sum": manifest.files["a"].sum}
 
 
+def test_the_slowest_disk_is_waited_for_as_long_as_was_asked(tmp_path):
+    table = Table()
+    table.timeout_s = 9000.0
+    write(context(), table, request(tmp_path / "s"), opened(tmp_path / "s"), {})
+    assert table.log[:2] == [("save_state (writing)", 9000.0), ("save_state (committing)", 3600.0)]
+
+
 def test_what_one_rank_could_not_write_ends_the_save_on_all(tmp_path):
     save_ = opened(tmp_path / "s")
     for content, message in [

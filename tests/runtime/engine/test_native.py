@@ -99,6 +99,8 @@ def test_gradients_without_a_loss_scale_are_clipped_while_they_accumulate():
     assert parameter.grad.tolist() == pytest.approx([1.5, -2.0], rel=1e-5)
     engine.clip_grad_value_([parameter], 1.0)
     assert parameter.grad.tolist() == [1.0, -1.0]
+    engine.clip_grad_value_(parameter, 0.5)
+    assert parameter.grad.tolist() == [0.5, -0.5], "a tensor by itself is a list of one"
 
 
 @pytest.mark.parametrize("clip", ["norm", "value"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from orc.runtime import Accelerator, TorchDynamoPlugin, extract_model_from_parallel
+from orc.runtime import Accelerator, TorchDynamoPlugin, compile_regions, extract_model_from_parallel
 from orc.runtime.core.context import RunContext, use_context
 
 
@@ -117,6 +117,13 @@ def test_repeated_blocks_are_compiled_once(made):
     torch._dynamo.utils.counters.clear()
     model(torch.ones(1, 2, requires_grad=True))
     assert torch._dynamo.utils.counters["frames"]["ok"] == 1, "the second block finds the code of the first"
+
+
+def test_a_script_compiles_the_blocks_of_its_model_or_all_of_one_that_has_none(made):
+    assert compile_regions(made, backend="eager") is made
+    assert [block._compiled_call_impl is not None for block in made.blocks] == [True] * 3
+    assert made._compiled_call_impl is made.head._compiled_call_impl is None
+    assert compile_regions(made.head, backend="eager")._compiled_call_impl is not None
 
 
 def test_the_environment_chooses_and_the_script_wins(monkeypatch, made):

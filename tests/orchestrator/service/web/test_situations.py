@@ -89,7 +89,7 @@ def failed(service) -> JobView:
 @pytest.fixture(scope="module")
 def waiting(service, running) -> JobView:
     """A job that waits for the one that runs."""
-    return service.submit("pass", depends_on=[running.id])
+    return service.submit("pass", depends_on=[f"{running.id}:any"])
 
 
 def cards(page: Page) -> list[str]:
@@ -162,6 +162,7 @@ def test_3_chips_and_columns_are_chosen_and_stay(visit, ended, running, failed, 
 def test_4_a_job_that_waits_begins_with_what_for(visit, waiting, running):
     page = visit(f"/jobs/{waiting.id}")
     expect(page.locator("#diagnosis")).to_contain_text(running.id)
+    expect(page.locator("#links")).to_contain_text(f"{running.id} (any)")
     assert cards(page) == ["diagnosis", "Timeline", "plan", "spec"]
 
 
@@ -283,6 +284,9 @@ def test_a_sweep_is_drawn_with_an_axis_for_each_parameter_and_its_best_run(servi
     expect(page.locator("#runs svg a")).to_have_count(4)
     expect(page.locator("#runs svg a.best")).to_have_attribute("href", f"/jobs/{best}")
     expect(page.locator("#runs svg text", has_text="<b>sgd</b>")).to_be_visible()
+    expect(page.locator("#members tbody tr")).to_have_count(4)
+    expect(page.locator("#members tbody tr").last).to_contain_text(f"{best}0.2<b>sgd</b>")
+    expect(page.locator("#members strong")).to_have_text("0.25")
 
 
 def test_nothing_moves_while_states_and_figures_change_in_a_list_of_10_000_jobs(service, visit, running, failed):
