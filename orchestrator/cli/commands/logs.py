@@ -18,7 +18,8 @@ from orc.orchestrator.cli.ui.display import display, waiting
 from orc.orchestrator.insight.log_times import LONGEST, NEAR, TIME, UNKNOWN, Clock, lines_of, split_lines
 
 if TYPE_CHECKING:
-    from orc.orchestrator.cli.ui.tail import Cursor, Sink
+    from orc.orchestrator.api.logs import Logs
+    from orc.orchestrator.cli.ui.tail import Cursor, Selection, Sink
     from orc.orchestrator.views import JobView
 
 
@@ -74,7 +75,7 @@ def command(
     selection = Selection(ranks, nodes, launcher=launcher)
     with waiting(f"looking for the logs of {job_id}"):
         listed = list_logs(client.session, job_id, number) if number else Logs(0, [])
-    selectors, silent = selection.of(listed.logs, final=True), dict(listed.unreachable)
+    selectors, silent = selection.of(listed.logs, final=True), _silent(selection, listed)
     if not selectors and not following and not silent:
         raise _no_logs(view, number, listed.logs)
     single = selection.single(view.spec) if following else len(selectors) == 1
@@ -92,7 +93,7 @@ def command(
         if following:
             followed = range(number or 1, (attempt or len(view.attempts)) + 1)
             there = {n: list_logs(client.session, job_id, n) for n in followed}
-            silent = {host: why for listed in there.values() for host, why in listed.unreachable.items()}
+            silent = {host: why for listed in there.values() for host, why in _silent(selection, listed).items()}
             if not silent and not any(selection.of(listed.logs, final=True) for listed in there.values()):
                 last = attempt or len(view.attempts)
                 raise _no_logs(view, last, there[last].logs if last in there else ())
@@ -105,6 +106,11 @@ def command(
     silent |= cursor.unreachable
     reporting.warn_unreachable(silent, _MISSING, "host")
     return int(reporting.ExitCode.UNREACHABLE if silent else reporting.ExitCode.OK)
+
+
+def _silent(selection: Selection, listed: Logs) -> dict[str, str]:
+    """Return the hosts that may have logs of *selection* and do not answer, and why."""
+    return {} if selection.is_whole(listed.logs) else dict(listed.unreachable)
 
 
 def _compiled(pattern: str | None) -> re.Pattern[bytes] | None:

@@ -218,6 +218,13 @@ class Selection:
         instead = final and (everything or not self.asked)
         return ranks + others or ([s for s in existing if s.rank is None] if instead else [])
 
+    def is_whole(self, existing: Sequence[LogSelector]) -> bool:
+        """Return True where certain logs were asked for, and all of them are among the *existing* ones."""
+        asked = {("rank", rank) for rank in self.ranks} | {("node", node) for node in self.nodes}
+        asked |= {("launcher", True)} if self.launcher else set()
+        there = {(kind, getattr(log, kind)) for log in existing for kind in ("rank", "node", "launcher")}
+        return bool(asked) and asked <= there
+
     def single(self, spec: Mapping[str, Any]) -> bool:
         """Return True where it comes down to one log for a job of this specification."""
         if self.ranks or self.nodes or self.launcher:

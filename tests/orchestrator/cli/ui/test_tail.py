@@ -54,6 +54,12 @@ def test_ranks_come_first_and_nodes_when_asked_for(
     assert selection.of([R0, R1, N0, L], final=final) == chosen
 
 
+def test_logs_that_were_asked_for_are_whole_without_a_host_that_has_none_of_them() -> None:
+    assert Selection(ranks=(1,), nodes=(0,), launcher=True).is_whole([R0, R1, N0, L])
+    for other in (Selection(ranks=(0, 7)), Selection(nodes=(1,)), Selection(launcher=True), Selection()):
+        assert not other.is_whole([R0, R1, N0])
+
+
 def test_a_node_stands_in_where_no_rank_ever_started() -> None:
     assert Selection().of([N0], final=False) == []
     assert Selection().of([N0], final=True) == [N0]
