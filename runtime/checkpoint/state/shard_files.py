@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import io
+import mmap
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format import layout, state_file
@@ -191,15 +191,17 @@ def _stored(file: Any, mapped: torch.Tensor, metadata: Metadata, item: ReadItem)
     sizes = next((chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset), None)
     if sizes is None or not sizes.numel():
         return None
-    part = cast(IO[bytes], _create_file_view(file, place.offset, place.length))
     dtype = entry.properties.dtype
     size = sizes.numel() * dtype.itemsize
-    with zipfile.ZipFile(part) as archive:
-        if [record.file_size for record in archive.infolist() if "/data/" in record.filename] != [size]:
-            return None
-    part.seek(0)
-    reader: Any = torch._C.PyTorchFileReader(part)
-    at = place.offset + reader.get_record_offset("data/0")
+    start = place.offset - place.offset % mmap.ALLOCATIONGRANULARITY  # what is before an archive is none of its matter
+    length = place.offset + place.length - start
+    with mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=start) as part:
+        with zipfile.ZipFile(cast(IO[bytes], part)) as archive:
+            if [record.file_size for record in archive.infolist() if "/data/" in record.filename] != [size]:
+                return None
+        part.seek(place.offset - start)
+        reader: Any = torch._C.PyTorchFileReader(cast(Any, part))
+        at = place.offset + reader.get_record_offset("data/0")
     return None if at % dtype.itemsize else mapped[at : at + size].view(dtype).view(sizes)
 
 
