@@ -88,18 +88,19 @@ def go(hosts: HostsTestbed, job: str, host: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_link_that_is_cut_for_five_seconds_costs_a_training_nothing_but_the_time(
-    laptop: Orc, hosts: HostsTestbed, expected: Course, watch: Watch
+@pytest.mark.parametrize(("fault", "host", "rank"), [("cut", "node2", 1), ("drop", "node1", 0)])
+def test_a_link_that_is_cut_or_silent_for_five_seconds_costs_a_training_nothing_but_the_time(
+    laptop: Orc, hosts: HostsTestbed, expected: Course, watch: Watch, fault: str, host: str, rank: int
 ) -> None:
     laptop = Orc(laptop.directory, hosts.cluster(connect_timeout=8, peer_timeout=20))
     training = Training(laptop)
     training.until_it_holds()
-    with laptop.start("logs", training.job, "--rank", "1", "--follow") as follower:
-        hosts.fault("cut", "node2")
+    with laptop.start("logs", training.job, "--rank", str(rank), "--follow") as follower:
+        hosts.fault(fault, host)
         time.sleep(5)
-        hosts.fault("heal", "node2")
+        hosts.fault("heal", host)
         watch.broken()
-        log = hosts.root("node2") / "jobs" / training.job / "a1" / "logs" / "rank-1.log"
+        log = hosts.root(host) / "jobs" / training.job / "a1" / "logs" / f"rank-{rank}.log"
         size = log.stat().st_size
         eventually(lambda: log.stat().st_size > size)
         watch.note("goes_on_s")
@@ -107,7 +108,7 @@ def test_a_link_that_is_cut_for_five_seconds_costs_a_training_nothing_but_the_ti
         laptop("wait", training.job)
         shown, said = follower.communicate(timeout=240)
     training.check(expected, attempts=1)
-    assert shown == training.log(1, 1), said  # nothing is missing and nothing is shown twice
+    assert shown == training.log(rank, 1), said  # nothing is missing and nothing is shown twice
 
 
 def check_that_it_moved(training: Training, hosts: HostsTestbed, lost: str, then: list[str]) -> None:
