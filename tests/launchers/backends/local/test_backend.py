@@ -72,8 +72,10 @@ def pid_of(handle: Handle, name: str) -> int:
 
 
 def kill_all(handle: Handle, nodes: int = 1) -> None:
-    for name in ("gang.json", *(f"node-{node}/lease.json" for node in range(nodes))):
-        os.kill(pid_of(handle, name), signal.SIGKILL)
+    pids = [pid_of(handle, name) for name in ("gang.json", *(f"node-{node}/lease.json" for node in range(nodes)))]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not any(map(process_start, pids)))
 
 
 def test_an_attempt_whose_agents_were_killed_is_lost_and_has_no_process_left(backend, plan):
