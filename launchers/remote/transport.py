@@ -130,7 +130,7 @@ class Transport(abc.ABC):
     ) -> None:
         """Make *directories*, 0700, and symbolic *links* (their targets, by path), and write *files* as `write` does.
 
-        Raises what that raises, and `NotImplementedError` where no scheduler is.
+        Raises what `write` raises; `NotImplementedError` of hosts that no scheduler submits from.
         """
         raise NotImplementedError(f"{self.name}: files are written one by one")
 

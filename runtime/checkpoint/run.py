@@ -85,7 +85,7 @@ def _tell(background: Background | None) -> None:
     try:
         background.finish()
     except CheckpointError as error:
-        tell(error)  # nobody is left to raise it to
+        tell(error)  # the process ends: no caller is left that could catch it
 
 
 @dataclass(frozen=True)

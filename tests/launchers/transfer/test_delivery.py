@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,17 +212,6 @@ def test_a_root_that_cannot_be_made_is_named(code: Bundle, store: ContentStore, 
     assert "node1" in str(reports["node1"].error)
     assert str(tmp_path / "file") in str(reports["node1"].error)
     assert reports["node2"].error is None
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 512 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(disk)], capture_output=True).returncode:
-        pytest.skip("mounting needs root")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_full_disk_is_named_with_what_is_missing_and_the_others_get_theirs(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from orc.launchers.spec.groups import LoadedGroup, load_jobs
+from orc.orchestrator.cli.commands import groups
 
 PAGES = Path(__file__).parents[3] / "docs" / "how-to"
 
@@ -71,3 +73,15 @@ def test_the_commands_of_the_schedule_work(orc, place: Path) -> None:
             assert "Europe/Berlin" in done.out
             assert "nightly" in done.out
     assert "nightly" not in orc("schedule", "list").out
+
+
+def test_a_group_of_which_a_part_is_refused_says_the_first_refusal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = [("t-aaaaaa", "PENDING", ""), ("t-bbbbbb", "FAILED", "too many jobs"), ("t-cccccc", "FAILED", "too many")]
+    members = [SimpleNamespace(job=SimpleNamespace(id=i, state=state, reason=why)) for i, state, why in states]
+    view = SimpleNamespace(id="sweep-1", kind="sweep", max_parallel=None, members=members, counts={"FAILED": 2})
+    client = SimpleNamespace(submit_group=lambda _, on_progress: view)
+    monkeypatch.setattr(groups, "open_client", lambda reconciler: client)
+    assert groups.submit_group(None, reconciler=False, yes=True, as_json=False) != 0
+    assert "\nt-bbbbbb FAILED: too many jobs\n" in capsys.readouterr().err
