@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.clients.function_jobs import FunctionJob
-    from orc.orchestrator.engine.progress import Progress
-    from orc.orchestrator.engine.writing import PassReport
+    from orc.orchestrator.engine.steps import PassReport, Progress
     from orc.orchestrator.functions.calls import Call
     from orc.orchestrator.insight.metrics import Reader
     from orc.orchestrator.views import GroupView, JobView, ScheduleView
@@ -79,8 +78,8 @@ class Client(JobsClient):
         ``("finding", {level, what, ...})``, ``("environment", {files, bytes})`` when one travels with the job,
         ``("stage", {})`` and ``("submit", {})``. Raises `SpecError` where *loaded* describes several jobs.
         """
-        from orc.orchestrator.engine.progress import silent
-        from orc.orchestrator.engine.snapshots import take
+        from orc.orchestrator.engine.job_source import take
+        from orc.orchestrator.engine.steps import silent
 
         progress = on_progress or silent
         if loaded.spec.sweep is not None or loaded.spec.array is not None:
@@ -102,7 +101,7 @@ class Client(JobsClient):
         Raises `SpecError` for an override that needs other files than the job has.
         """
         from orc.orchestrator.engine.attempt_inputs import changed, digests_left, stored_snapshot
-        from orc.orchestrator.engine.progress import silent
+        from orc.orchestrator.engine.steps import silent
         from orc.orchestrator.functions.calls import key_of
 
         ws = self.workspace
@@ -199,14 +198,14 @@ class Client(JobsClient):
     ) -> ScheduleView:
         """Submit a job again and again, from the snapshot that is taken now."""
         from orc.launchers.ids import new_job_id
-        from orc.orchestrator.engine import schedules, snapshots
-        from orc.orchestrator.engine.progress import silent
+        from orc.orchestrator.engine import job_source, schedules
+        from orc.orchestrator.engine.steps import silent
         from orc.orchestrator.engine.submission import new_submission
         from orc.orchestrator.views import ScheduleView
 
         schedules.check(loaded.spec, cron, timezone)
         ws = self.workspace
-        snapshot = snapshots.take(ws.store, loaded, on_progress or silent, ws.backend(loaded.spec.cluster))
+        snapshot = job_source.take(ws.store, loaded, on_progress or silent, ws.backend(loaded.spec.cluster))
         name = name or loaded.spec.name
         source = str(loaded.source_path.absolute())
         each = replace(new_submission(ws, loaded.spec, snapshot, source=source), id=new_job_id(name))
@@ -346,7 +345,7 @@ class Client(JobsClient):
 
     def refresh_within(self, job_ids: Sequence[str], seconds: float) -> None:
         """Run one pass over *job_ids*; wait *seconds* for it at most."""
-        from orc.orchestrator.engine.pass_loop import BackgroundPasses
+        from orc.orchestrator.engine.passes import BackgroundPasses
 
         self.session.reopen_ledger()
         if self.workspace.ledger.volatile:

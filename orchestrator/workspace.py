@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from orc.launchers.errors import RenderError, SpecError
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.ledger.leases import abandon, new_owner
 from orc.orchestrator.ledger.records import Destination, JobSize
 from orc.orchestrator.ledger.store import Ledger

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.api.rights import Kind, Principal, without_places
 from orc.orchestrator.clients.errors import JobNotFound
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.views import JobView, decode, encode
 from orc.orchestrator.workspace import Workspace
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
     from orc.orchestrator.api.call import Call, P, R
-    from orc.orchestrator.engine.writing import PassReport
+    from orc.orchestrator.engine.steps import PassReport
     from orc.orchestrator.insight.curves import MeasuredJobs
     from orc.orchestrator.ledger.records import JobRecord
 

@@ -31,13 +31,12 @@ from orc.orchestrator.clients import groups
 from orc.orchestrator.clients.errors import NotAllowed, SnapshotMissing
 from orc.orchestrator.engine import schedules
 from orc.orchestrator.engine.attempt_inputs import changed, digests_left, stored_snapshot
-from orc.orchestrator.engine.groups import as_member, submit_group
-from orc.orchestrator.engine.snapshots import check_script
-from orc.orchestrator.engine.submission import Submission, enqueue, submit
+from orc.orchestrator.engine.job_source import check_script
+from orc.orchestrator.engine.submission import Submission, as_member, enqueue, submit, submit_group
 from orc.orchestrator.ledger import content_holders
 from orc.orchestrator.ledger import groups as group_rows
 from orc.orchestrator.ledger import schedules as schedule_rows
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.ledger.prune import was_pruned
 from orc.orchestrator.views import GroupView, ScheduleView
 from orc.orchestrator.workspace import login_name, no_account

@@ -74,7 +74,7 @@ def check_job(path: str, overrides: Sequence[str], cluster: str | None) -> Loade
         from orc.launchers.spec import load_job
 
         return load_job(path, overrides, cluster=cluster)
-    from orc.orchestrator.engine.validation import load_checked
+    from orc.orchestrator.engine.job_source import load_checked
 
     return load_checked(path, overrides, cluster=cluster)
 
@@ -94,7 +94,7 @@ def check_jobs(
         from orc.launchers.spec.groups import load_jobs
 
         return load_jobs(path, overrides, cluster=cluster)
-    from orc.orchestrator.engine.validation import load_jobs_checked
+    from orc.orchestrator.engine.job_source import load_jobs_checked
 
     return load_jobs_checked(path, overrides, cluster=cluster)
 

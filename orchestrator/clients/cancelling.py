@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger.database import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 
 if TYPE_CHECKING:
     from orc.orchestrator.api.session import LedgerSession
-    from orc.orchestrator.engine.writing import PassReport
+    from orc.orchestrator.engine.steps import PassReport
 
 
 def cancel(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.api.session import LedgerSession
-    from orc.orchestrator.engine.progress import Progress
+    from orc.orchestrator.engine.steps import Progress
     from orc.orchestrator.engine.submission import Submission
     from orc.orchestrator.insight.curves import MeasuredJobs
     from orc.orchestrator.ledger.groups import GroupRecord
@@ -44,9 +44,8 @@ def submit(session: LedgerSession, loaded: LoadedGroup, *, on_progress: Progress
         LaunchError: Certainly none of its jobs runs.
     """
     from orc.launchers.ids import new_job_id
-    from orc.orchestrator.engine.groups import as_member, submit_group
-    from orc.orchestrator.engine.progress import silent
-    from orc.orchestrator.engine.submission import new_submission
+    from orc.orchestrator.engine.steps import silent
+    from orc.orchestrator.engine.submission import as_member, new_submission, submit_group
 
     ws = session.workspace
     snapshots: dict[str, Snapshot] = {}
@@ -82,7 +81,7 @@ def snapshot_key(spec: JobSpec) -> str:
 
 def _snapshot(ws: Workspace, loaded: LoadedJob, known: dict[str, Snapshot], progress: Progress) -> Snapshot:
     """Return the snapshot of a member; those with the same directory and environment on a cluster share one."""
-    from orc.orchestrator.engine.snapshots import check_script, take
+    from orc.orchestrator.engine.job_source import check_script, take
 
     spec = loaded.spec
     key = snapshot_key(spec)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec, LoadedJob
     from orc.launchers.spec.clusters import Cluster
     from orc.orchestrator.clients.http_session import HttpSession, Request
-    from orc.orchestrator.engine.progress import Progress
+    from orc.orchestrator.engine.steps import Progress
 
 Answer = TypeVar("Answer")
 _UPLOADS = 3  # what was uploaded may be collected before it is used
@@ -79,14 +79,14 @@ class LocalSnapshot:
     def __init__(self, loaded: LoadedJob, progress: Progress) -> None:
         from orc.launchers.paths import state_dir
         from orc.launchers.snapshot.content_store import ContentStore
-        from orc.orchestrator.engine import snapshots
+        from orc.orchestrator.engine import job_source
         from orc.orchestrator.workspace import store_path
 
         store: ContentStore = ContentStore(store_path(state_dir()))
         self._progress = progress
         destination = ServiceCluster(loaded.spec.cluster)
-        code = snapshots.take_code(store, loaded, progress, destination)
-        environment = snapshots.take_environment(store, loaded, destination, progress)
+        code = job_source.take_code(store, loaded, progress, destination)
+        environment = job_source.take_environment(store, loaded, destination, progress)
         self._trees: dict[str, Bundle] = {"code": code}
         if environment is not None:
             self._trees["environment"] = environment
@@ -104,7 +104,7 @@ class LocalSnapshot:
 
     def check(self, job: JobSpec) -> None:
         """Raise `SpecError` where the code has not what *job* runs."""
-        from orc.orchestrator.engine.snapshots import check_script
+        from orc.orchestrator.engine.job_source import check_script
 
         check_script(job, self._trees["code"])
 

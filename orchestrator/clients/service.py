@@ -16,7 +16,7 @@ from orc.orchestrator.clients.errors import NeedsLedger
 from orc.orchestrator.clients.http_session import HttpSession, log_content, new_key, request_of
 from orc.orchestrator.clients.logins import Login, checked_url
 from orc.orchestrator.clients.surface import JobsClient
-from orc.orchestrator.engine.progress import silent
+from orc.orchestrator.engine.steps import silent
 from orc.orchestrator.views import JobView
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.clients.http_session import Request
-    from orc.orchestrator.engine.progress import Progress
+    from orc.orchestrator.engine.steps import Progress
     from orc.orchestrator.insight.metrics import Line
     from orc.orchestrator.views import GroupView, ScheduleView
 

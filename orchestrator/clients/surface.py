@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.groups import LoadedGroup
     from orc.orchestrator.api.call import Session
-    from orc.orchestrator.engine.progress import Progress
+    from orc.orchestrator.engine.steps import Progress
     from orc.orchestrator.insight.metrics import Line
     from orc.orchestrator.views import EventView, GroupView, JobRow, JobView, NotificationView, ScheduleView
 

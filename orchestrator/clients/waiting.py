@@ -46,7 +46,7 @@ def wait(
         from orc.orchestrator.engine.polling import FRESH_S
 
         return _wait(session, ids, None, on_change, lambda _: session.refresh(ids, max_age_s=FRESH_S) is not None)
-    from orc.orchestrator.engine.pass_loop import BackgroundPasses
+    from orc.orchestrator.engine.passes import BackgroundPasses
 
     with BackgroundPasses(session.clone) as passes:
 

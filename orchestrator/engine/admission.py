@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.engine import job_secrets, limits
-from orc.orchestrator.engine.writing import apply
-from orc.orchestrator.ledger import dependencies as table
+from orc.orchestrator.engine.steps import apply
 from orc.orchestrator.ledger import groups
 from orc.orchestrator.ledger.database import one_of
+from orc.orchestrator.ledger.groups import Dependency, dependencies_of
 from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobUpdate
 
@@ -41,7 +41,7 @@ def is_met(condition: str, state: JobState) -> bool:
     return state.terminal and (condition == "any" or (condition == "success") == (state is JobState.SUCCEEDED))
 
 
-def waiting_reason(found: Iterable[tuple[table.Dependency, JobState]]) -> str:
+def waiting_reason(found: Iterable[tuple[Dependency, JobState]]) -> str:
     """Return the reason that a job with these dependencies waits; empty when all are met."""
     open_ = [one.on_job for one, state in found if not state.terminal]
     if not open_:
@@ -50,7 +50,7 @@ def waiting_reason(found: Iterable[tuple[table.Dependency, JobState]]) -> str:
     return f"waiting for the end of {', '.join(open_[:_SHOWN])}{more}"
 
 
-def impossible_reason(found: Iterable[tuple[table.Dependency, JobState]]) -> str:
+def impossible_reason(found: Iterable[tuple[Dependency, JobState]]) -> str:
     """Return the reason that a job with these dependencies can never start; empty while it can."""
     for one, state in found:
         if state.terminal and not is_met(one.condition, state):
@@ -90,7 +90,7 @@ def required(ws: Workspace, spec: JobSpec, known: Sequence[str] = ()) -> list[Re
     if not found:
         return []
     states = {job.id: job.state for job in ws.ledger.jobs([job for job in found if job not in known])}
-    ended = [(table.Dependency("", job, one.condition), states[job]) for job, one in found.items() if job in states]
+    ended = [(Dependency("", job, one.condition), states[job]) for job, one in found.items() if job in states]
     if never := impossible_reason(ended):
         raise SpecError(never, where=spec.name, hint="resubmit that job first, or wait for another end: JOB:any")
     return list(found.values())
@@ -102,7 +102,7 @@ def required(ws: Workspace, spec: JobSpec, known: Sequence[str] = ()) -> list[Re
 def with_relatives(ws: Workspace, job_ids: Sequence[str]) -> list[str]:
     """Return *job_ids* and the live jobs whose end decides about them, or whose start they decide about."""
     with ws.ledger.database.read() as connection:
-        every = table.of_jobs(connection)
+        every = dependencies_of(connection)
         of_group = connection.tuples(
             "SELECT j.id, j.group_id FROM jobs j JOIN groups g ON g.id = j.group_id "
             "WHERE g.max_parallel IS NOT NULL AND j.state NOT IN ('SUCCEEDED', 'FAILED', 'CANCELLED')"
@@ -140,7 +140,7 @@ def cancel_impossible(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
     changed = False
     while waiting:
         with ws.ledger.database.read() as connection:
-            found = table.of_jobs(connection, list(waiting))
+            found = dependencies_of(connection, list(waiting))
         reasons: dict[str, str] = {}
         for one, state in found:
             if why := impossible_reason([(one, state)]):
@@ -206,11 +206,11 @@ class Admission:
         return limits.read_book(self.ws, self.tx.connection, self.tx.now, clusters, self.besides)
 
     @cached_property
-    def dependencies(self) -> dict[str, list[tuple[table.Dependency, JobState]]]:
+    def dependencies(self) -> dict[str, list[tuple[Dependency, JobState]]]:
         """Dependencies of the jobs that have not begun yet, by job."""
-        found: dict[str, list[tuple[table.Dependency, JobState]]] = defaultdict(list)
+        found: dict[str, list[tuple[Dependency, JobState]]] = defaultdict(list)
         if ids := [job.id for job in self.jobs if not job.number]:
-            for one, state in table.of_jobs(self.tx.connection, ids):
+            for one, state in dependencies_of(self.tx.connection, ids):
                 found[one.job_id].append((one, state))
         return found
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.ledger import dependencies, schedules
+from orc.orchestrator.ledger import groups, schedules
 from orc.orchestrator.ledger.lifecycle import TERMINAL_ATTEMPT, TERMINAL_JOB
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def snapshot_needs(ledger: Ledger) -> SnapshotNeeds:
     """Return the needs of all jobs, on whatever cluster. Raises `LedgerError`."""
     with ledger.database.read() as connection:
         rows = connection.tuples("SELECT id, state, digests FROM jobs")
-        waited_for = {one.on_job for one, _ in dependencies.of_jobs(connection)}  # their outputs may still be taken
+        waited_for = {one.on_job for one, _ in groups.dependencies_of(connection)}  # their outputs may still be taken
         scheduled = [schedule.digests for schedule in schedules.all_schedules(connection)]
     ended = frozenset(job for job, state, _ in rows if state in TERMINAL_JOB)
     needed = [json.loads(text) for job, _, text in rows if job not in ended] + scheduled

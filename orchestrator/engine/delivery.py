@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.secrets import redact
 from orc.orchestrator.engine import job_secrets, orphans
-from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt
-from orc.orchestrator.engine.progress import Progress, silent
 from orc.orchestrator.engine.queueing import room_backoff
+from orc.orchestrator.engine.steps import Progress, apply, apply_all, fault_point, silent
 from orc.orchestrator.engine.updates import update_for_early_cancel, update_for_rejection
-from orc.orchestrator.engine.writing import apply, apply_all
 from orc.orchestrator.ledger import leases
-from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger.database import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine import fault_points
+from orc.orchestrator.engine import steps
 
 if TYPE_CHECKING:
-    from orc.orchestrator.engine.pass_loop import Passes
+    from orc.orchestrator.engine.passes import Passes
     from orc.orchestrator.workspace import Workspace
 
 VARIABLE = "ORC_RECONCILER"  # "off": nobody starts one
@@ -121,7 +121,7 @@ def _start(state_dir: Path, ledger_url: str, clusters_file: Path | None) -> subp
     from orc.launchers.agent.variables import DERIVED
 
     # Not those of a rank: a job that submits another one must neither end it nor name its ranks.
-    own = {*DERIVED, "ORC_GANG", fault_points.VARIABLE, fault_points.HOLD}
+    own = {*DERIVED, "ORC_GANG", steps.FAULT_POINT, steps.FAULT_HOLD}
     env = {name: value for name, value in os.environ.items() if name not in own}
     env |= {"ORC_STATE_DIR": str(state_dir.absolute()), "ORC_CONFIG_DIR": str(paths.config_dir())}
     if clusters_file is not None or os.environ.get("ORC_CLUSTERS"):
@@ -173,7 +173,7 @@ def run(open_client: Callable[[], Passes], report_line: Callable[[str], None]) -
 
 def _serve(client: Passes, descriptor: int, report_line: Callable[[str], None]) -> StopReason:
     """Run passes until there is a reason not to go on with this client."""
-    from orc.orchestrator.engine.pass_loop import Pass, PassLoop, stamp
+    from orc.orchestrator.engine.passes import Pass, PassLoop, stamp
 
     ws = client.workspace
     described = stamp(client.clusters_file)

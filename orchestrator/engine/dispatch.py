@@ -16,16 +16,13 @@ from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine import admission, delivery, job_secrets, orphans
 from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs, stored_spec, stored_specs
-from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.limits import is_limited
 from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt, RenderedPlan
-from orc.orchestrator.engine.progress import Progress, silent
 from orc.orchestrator.engine.queueing import queue_key, read_head_starts
+from orc.orchestrator.engine.steps import PassReport, Progress, apply, fault_point, note_unreachable, silent, write_all
 from orc.orchestrator.engine.updates import update_for_early_cancel
-from orc.orchestrator.engine.writing import PassReport, apply, note_unreachable, write_all
-from orc.orchestrator.ledger import dependencies, groups, leases
-from orc.orchestrator.ledger.database import batches
-from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger import groups, leases
+from orc.orchestrator.ledger.database import Conflict, LedgerError, batches
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.ledger.transaction import Transaction
@@ -351,7 +348,7 @@ def _are_array(ws: Workspace, group_id: str, jobs: Sequence[JobRecord]) -> bool:
     ids = [job.id for job in jobs]
     with ws.ledger.database.read() as connection:
         group = groups.find(connection, group_id)
-        if group is None or group.kind not in KINDS or dependencies.of_jobs(connection, ids):
+        if group is None or group.kind not in KINDS or groups.dependencies_of(connection, ids):
             return False
         # Each of several arrays would run that many: then orc itself keeps the limit, job by job.
         others = groups.under_way(connection, group_id) - (len(jobs) if first.number else 0)

@@ -26,7 +26,7 @@ from orc.launchers.remote.files import write_file
 from orc.launchers.secrets import read_private, redact, resolve_secrets
 from orc.launchers.snapshot.tree_store import fsync_directory
 from orc.orchestrator.ledger import sealed_secrets
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.workspace import Workspace
 
 if TYPE_CHECKING:

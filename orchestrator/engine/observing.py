@@ -19,13 +19,11 @@ from orc.launchers.errors import LaunchError, PartlyUnreachable
 from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine import job_secrets, log_rules, polling
 from orc.orchestrator.engine.attempt_inputs import attempt_inputs
-from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import PlacementPlanner
-from orc.orchestrator.engine.retry import retry_cause
-from orc.orchestrator.engine.updates import retry_policy, update_from_observation
-from orc.orchestrator.engine.writing import PassReport, note_unreachable, what_of, write_all
+from orc.orchestrator.engine.steps import PassReport, fault_point, note_unreachable, what_of, write_all
+from orc.orchestrator.engine.updates import retry_cause, retry_policy, update_from_observation
 from orc.orchestrator.ledger import leases, polls
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobSize, JobUpdate
 from orc.orchestrator.workspace import Access, OutOfReach, Workspace

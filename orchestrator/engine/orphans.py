@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.engine.writing import apply, what_of
+from orc.orchestrator.engine.steps import apply, what_of
 from orc.orchestrator.ledger import orphans as rows
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobUpdate
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Handle
-    from orc.orchestrator.engine.writing import PassReport
+    from orc.orchestrator.engine.steps import PassReport
     from orc.orchestrator.ledger.orphans import Orphan
     from orc.orchestrator.ledger.records import AttemptRecord, Destination, JobRecord
     from orc.orchestrator.workspace import Workspace

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.remote.files import write_file
 from orc.orchestrator.engine import admission
-from orc.orchestrator.engine.fault_points import fault_point
-from orc.orchestrator.engine.progress import Progress, silent
 from orc.orchestrator.engine.queueing import (
     WaitingJob,
     placement_in_order,
@@ -28,6 +26,7 @@ from orc.orchestrator.engine.queueing import (
     taken_slots,
     waiting_reason,
 )
+from orc.orchestrator.engine.steps import Progress, fault_point, silent
 from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.transaction import Transaction

@@ -12,7 +12,7 @@ from orc.launchers.errors import LaunchError
 from orc.orchestrator.engine import admission, job_files, job_secrets, orphans, schedules, updates
 from orc.orchestrator.engine.dispatch import dispatch, places_jobs
 from orc.orchestrator.engine.observing import Urgency, poll_all
-from orc.orchestrator.engine.writing import PassReport, write_all
+from orc.orchestrator.engine.steps import PassReport, write_all
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace

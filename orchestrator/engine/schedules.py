@@ -20,7 +20,7 @@ from orc.orchestrator.engine import job_secrets
 from orc.orchestrator.engine.placement import render_anywhere
 from orc.orchestrator.engine.submission import CheckedJob, record, row_of
 from orc.orchestrator.ledger import groups, schedules
-from orc.orchestrator.ledger.errors import Conflict
+from orc.orchestrator.ledger.database import Conflict
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec

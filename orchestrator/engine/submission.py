@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.errors import SpecError
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
-from orc.orchestrator.engine import attempt_inputs, delivery, job_files, job_secrets
+from orc.orchestrator.engine import attempt_inputs, delivery, dispatch, job_files, job_secrets
 from orc.orchestrator.engine.admission import required, waiting_reason
-from orc.orchestrator.engine.fault_points import fault_point
 from orc.orchestrator.engine.placement import RenderedPlan, render_anywhere
-from orc.orchestrator.engine.progress import Progress, silent
+from orc.orchestrator.engine.steps import PassReport, Progress, fault_point, silent
 from orc.orchestrator.engine.updates import deadline_at
-from orc.orchestrator.engine.writing import PassReport
-from orc.orchestrator.ledger import dependencies, leases
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger import groups, leases
+from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.records import JobRecord, NewJob, QueueEntry
 
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.relations import Requirement
+    from orc.orchestrator.ledger.groups import GroupRecord
     from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace
 
@@ -218,7 +217,7 @@ def _reason(ws: Workspace, needs: Sequence[Requirement], new: Mapping[str, objec
         return ""
     states = {job.id: job.state for job in ws.ledger.jobs([one.job for one in needs if one.job not in new])}
     return waiting_reason(
-        (dependencies.Dependency("", one.job, one.condition), states.get(one.job, JobState.QUEUED)) for one in needs
+        (groups.Dependency("", one.job, one.condition), states.get(one.job, JobState.QUEUED)) for one in needs
     )
 
 
@@ -243,10 +242,46 @@ def record(
             owner, expires = (ws.owner, tx.now + leases.CLAIM_S) if claimed else (None, None)
             entries = [QueueEntry(job.row, job.reason, job.ciphertext, job.request) for job in jobs]
             records = tx.enqueue_all(entries, owner=owner, claim_expires_at=expires)
-            waits = [dependencies.Dependency(job.row.id, one.job, one.condition) for job in jobs for one in job.needs]
-            dependencies.add(tx.connection, waits)
+            waits = [groups.Dependency(job.row.id, one.job, one.condition) for job in jobs for one in job.needs]
+            groups.add_dependencies(tx.connection, waits)
     fault_point("enqueued")
     for job, made in zip(jobs, records, strict=True):
         job_files.keep(ws.state_dir, job.row, made.created_at)
     ws.on_live_job()
     return records
+
+
+def submit_group(ws: Workspace, submissions: Sequence[Submission], group: GroupRecord) -> list[str]:
+    """Submit the members of a new group, and return their ids: at once where they are one array of their cluster, or
+    calls of a function.
+
+    Passes send those of others. Raises `LaunchError` when certainly none of them runs.
+    """
+
+    def create(tx: Transaction) -> None:
+        groups.create(tx.connection, group)
+
+    if group.kind == "map" or _is_array(ws, group, submissions):
+        return submit(ws, submissions, within=create)
+    return [record.id for record in enqueue(ws, submissions, within=create)]
+
+
+def _is_array(ws: Workspace, group: GroupRecord, submissions: Sequence[Submission]) -> bool:
+    """Return True for members of a new *group* that their cluster takes together, as one array or several."""
+    first = submissions[0].spec
+    if group.kind not in dispatch.KINDS or (size := dispatch.array_size(ws, first.cluster, len(submissions))) < 2:
+        return False
+    return (
+        (group.max_parallel is None or size == len(submissions))
+        and not (first.depends_on or first.inputs)
+        and all(one.snapshot.digests == submissions[0].snapshot.digests for one in submissions)
+        and dispatch.are_alike(one.spec.model_dump() for one in submissions)
+    )
+
+
+def as_member(spec: JobSpec, group: GroupRecord) -> JobSpec:
+    """Return *spec* as a job by itself; that of a sweep or an array is told the group, as by Slurm."""
+    changes: dict[str, Any] = {"sweep": None, "array": None, "max_parallel": None}
+    if group.kind in ("sweep", "array"):
+        changes["env"] = {**spec.env, "ORC_ARRAY_JOB_ID": group.id}
+    return spec.model_copy(update=changes)

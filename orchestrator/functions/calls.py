@@ -81,10 +81,9 @@ def submit_calls(
     from orc.launchers.backends.base import SupportsArrays
     from orc.launchers.ids import new_job_id
     from orc.launchers.spec.load import LoadedJob
-    from orc.orchestrator.engine import snapshots
-    from orc.orchestrator.engine.groups import submit_group
-    from orc.orchestrator.engine.progress import silent
-    from orc.orchestrator.engine.submission import new_submission, submit
+    from orc.orchestrator.engine import job_source
+    from orc.orchestrator.engine.steps import silent
+    from orc.orchestrator.engine.submission import new_submission, submit, submit_group
     from orc.orchestrator.ledger.groups import GroupRecord
 
     backend = ws.backend(cluster)
@@ -97,7 +96,7 @@ def submit_calls(
     settings = Settings(group, max_timeouts, None if arrays else at_once, backend.is_remote)
     with packed(calls, spec, settings) as tree:
         code = ws.store.ingest(tree)
-    snapshot = snapshots.with_code(ws.store, LoadedJob(spec, Path(), Path.cwd()), code, backend, silent)
+    snapshot = job_source.with_code(ws.store, LoadedJob(spec, Path(), Path.cwd()), code, backend, silent)
     specs = [
         spec.model_copy(
             update={

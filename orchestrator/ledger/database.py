@@ -1,8 +1,8 @@
-"""Database of the ledger: a few portable SQL statements with ``:named`` parameters.
+"""Database of the ledger: a few portable SQL statements with ``:named`` parameters; the ledger in a file.
 
-The ledger in a file is served by the standard library's driver, because importing SQLAlchemy costs more time
-(0.15-0.2 s measured) than a whole ``orc submit`` or ``orc list`` may take. Every other database goes through
-SQLAlchemy (`orc.orchestrator.ledger.engine`), which also owns the schema and its migrations.
+The file is served by the standard library's driver, because importing SQLAlchemy costs more time (0.15-0.2 s measured)
+than a whole ``orc submit`` or ``orc list`` may take. Every other database goes through SQLAlchemy
+(`orc.orchestrator.ledger.engine`), which also owns the schema and its migrations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from typing import Any, Protocol
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger import ledger_file
-from orc.orchestrator.ledger.errors import LedgerError
+
+HEAD = "0007"
+
+
+class LedgerError(LaunchError):
+    """The ledger cannot be used: unreadable, not writable, damaged or of another version. Nothing was changed."""
+
+
+class Conflict(Exception):
+    """The job was changed since it was read. Read it again; never shown to users."""
+
 
 # SQLite does not serve those who wait in order of their coming: with eight at a disk that takes a second for each sync,
 # one in fifty of their waits is longer than half a minute.

@@ -1,13 +1,14 @@
-"""Groups of jobs: sweeps, arrays, pipelines, and the runs of a schedule."""
+"""Groups of jobs (sweeps, arrays, pipelines, the runs of a schedule), and dependencies between jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from orc.orchestrator.ledger.database import Connection, insert
-from orc.orchestrator.ledger.lifecycle import JobState
+from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, JobState
+from orc.orchestrator.ledger.queries import conditions
 from orc.orchestrator.ledger.records import columns_of, decoded, dump
 
 
@@ -81,3 +82,30 @@ def has_job_of(connection: Connection, group_id: str, request: str) -> bool:
         {"id": group_id, "request": f"%{request}%"},
     )
     return bool(rows)
+
+
+class Dependency(NamedTuple):
+    """Condition on the end of another job."""
+
+    job_id: str
+    on_job: str
+    condition: str  # success, any, failure
+
+
+def add_dependencies(connection: Connection, dependencies: Sequence[Dependency]) -> None:
+    """Store *dependencies*; both jobs of each must be in the ledger already."""
+    insert(connection, "dependencies", *(dependency._asdict() for dependency in dependencies))
+
+
+def dependencies_of(connection: Connection, job_ids: Sequence[str] | None = None) -> list[tuple[Dependency, JobState]]:
+    """Return the dependencies of these jobs (of all live ones unless given), each with the state of `on_job`."""
+    found: list[tuple[Dependency, JobState]] = []
+    for condition, parameters in conditions(job_ids, ACTIVE_JOB if job_ids is None else ()):
+        rows = connection.tuples(
+            "SELECT d.job_id, d.on_job, d.condition, o.state FROM jobs j "  # noqa: S608
+            "JOIN dependencies d ON d.job_id = j.id JOIN jobs o ON o.id = d.on_job "
+            f"WHERE {condition} ORDER BY d.job_id, d.on_job",
+            parameters,
+        )
+        found += [(Dependency(*row[:3]), JobState(row[3])) for row in rows]
+    return found

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.database import HEAD, Connection
 from orc.orchestrator.ledger.records import dump
-from orc.orchestrator.ledger.version import HEAD
 
 if TYPE_CHECKING:
     from orc.orchestrator.ledger.store import Ledger

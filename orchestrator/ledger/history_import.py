@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import JOB_ID
 from orc.orchestrator.ledger import schema
-from orc.orchestrator.ledger.database import Connection, batches, insert, one_of
+from orc.orchestrator.ledger.database import HEAD, Connection, batches, insert, one_of
 from orc.orchestrator.ledger.history_format import BATCH, FORMAT, TABLES, ExportedTable
 from orc.orchestrator.ledger.lifecycle import TERMINAL_ATTEMPT, TERMINAL_JOB, AttemptState, Event, JobState, Kind
 from orc.orchestrator.ledger.transaction import event_row
 from orc.orchestrator.ledger.usage import columns_of_attempt
-from orc.orchestrator.ledger.version import HEAD
 
 if TYPE_CHECKING:
     from sqlalchemy import Column

@@ -9,10 +9,8 @@ import sqlite3
 from pathlib import Path
 
 from orc.launchers.strict_modes import make_private
-from orc.orchestrator.ledger.database import Database, SqliteDatabase, explained
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import HEAD, Database, LedgerError, SqliteDatabase, explained
 from orc.orchestrator.ledger.ledger_file import unwritable
-from orc.orchestrator.ledger.version import HEAD
 
 FILE_NAME = "ledger.db"
 
@@ -157,14 +155,13 @@ def _make_ledger(path: Path) -> None:
 
 
 def _upgrade(database: SqliteDatabase, version: str) -> None:
-    from orc.orchestrator.ledger.upgrade import upgrade
+    from orc.orchestrator.ledger.engine import upgrade
 
     upgrade(database.url, version)
 
 
 def _open_core(url: str) -> Database:
-    from orc.orchestrator.ledger.engine import CoreDatabase
-    from orc.orchestrator.ledger.upgrade import stored_version, upgrade
+    from orc.orchestrator.ledger.engine import CoreDatabase, stored_version, upgrade
 
     database = CoreDatabase(url)
     try:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orc.orchestrator.ledger.database import Connection, insert
-from orc.orchestrator.ledger.errors import Conflict
+from orc.orchestrator.ledger.database import Conflict, Connection, insert
 from orc.orchestrator.ledger.records import columns_of, decoded, dump
 
 

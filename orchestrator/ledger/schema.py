@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from orc.orchestrator.ledger.version import HEAD
+from orc.orchestrator.ledger.database import HEAD
 
 metadata = sa.MetaData(
     naming_convention={

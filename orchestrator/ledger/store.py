@@ -9,8 +9,7 @@ from typing import Any, cast
 
 from orc.launchers.errors import SpecError
 from orc.orchestrator.ledger import leases
-from orc.orchestrator.ledger.database import Connection, Database, insert
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import Connection, Database, LedgerError, insert
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, JobState, Kind
 from orc.orchestrator.ledger.queries import (
     JobFilter,

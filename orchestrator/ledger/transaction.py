@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orc.orchestrator.ledger import sealed_secrets, usage
-from orc.orchestrator.ledger.database import Connection, insert
-from orc.orchestrator.ledger.errors import Conflict
+from orc.orchestrator.ledger.database import Conflict, Connection, insert
 from orc.orchestrator.ledger.lifecycle import Event, IllegalTransition, Kind, Position, advance
 from orc.orchestrator.ledger.outbox import announce
 from orc.orchestrator.ledger.queries import jobs_of, read_failed_hosts, read_jobs, read_reservations, select_jobs

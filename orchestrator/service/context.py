@@ -15,7 +15,7 @@ from orc.orchestrator.service.request_rates import RequestRates
 from orc.orchestrator.service.settings import Settings
 
 if TYPE_CHECKING:
-    from orc.orchestrator.engine.reconciler_threads import ReconcilerStatus
+    from orc.orchestrator.engine.passes import ReconcilerStatus
     from orc.orchestrator.service.audit_lines import Lines
     from orc.orchestrator.service.event_feed import EventFeed
     from orc.orchestrator.service.log_feed import LogFeeds

@@ -7,9 +7,9 @@ import queue
 from collections.abc import Callable, Iterator
 
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine.pass_loop import stamp
+from orc.orchestrator.engine.passes import stamp
 from orc.orchestrator.insight.curves import MeasuredJobs
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.service.slow_reads import LOOK_S
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from orc.orchestrator.engine.reconciler_threads import ReconcilerStatus
+from orc.orchestrator.engine.passes import ReconcilerStatus
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.polls import by_cluster
 from orc.orchestrator.ledger.store import Ledger

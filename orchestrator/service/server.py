@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.api import access
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine.reconciler_threads import STOP_S, ReconcilerThreads
+from orc.orchestrator.engine.passes import STOP_S, ReconcilerThreads
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.notifications.delivery import Deliverer
 from orc.orchestrator.notifications.targets import Policy

@@ -8,7 +8,7 @@ from types import TracebackType
 from orc.runtime.core.errors import OrcRuntimeError
 
 # Of a process that such an error ends (EX_CONFIG): to run the same job again would end the same way. The orchestrator
-# knows it (`orc.orchestrator.engine.retry`).
+# knows it (`orc.orchestrator.engine.updates`).
 REFUSED_EXIT_STATUS = 78
 
 

@@ -25,7 +25,7 @@ from prepared_jobs import create_prepared
 
 from orc.launchers.spec import load_job
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import progress, snapshots
+from orc.orchestrator.engine import job_source, steps
 from orc.orchestrator.engine.submission import new_submission, submit
 from orc.orchestrator.ledger import usage
 from orc.orchestrator.ledger.lifecycle import Event, Kind
@@ -181,7 +181,7 @@ def test_pass_over_a_thousand_jobs_that_wait_for_hosts(
     backend = FakeBackend(tmp_path / "hosts", hosts={f"n{i}": 1 for i in range(8)})
     with Client(backend_of=lambda _: backend) as client:
         ws = client.workspace
-        snapshot = snapshots.take(ws.store, loaded, progress.silent, backend)
+        snapshot = job_source.take(ws.store, loaded, steps.silent, backend)
         began = time.perf_counter()
         for _ in range(1_000):
             submit(ws, [new_submission(ws, loaded.spec, snapshot, source="")])

@@ -41,11 +41,11 @@ from orc.launchers.spec.clusters import Cluster  # noqa: E402
 from orc.launchers.spec.groups import LoadedGroup, load_jobs  # noqa: E402
 from orc.orchestrator.client import Client  # noqa: E402
 from orc.orchestrator.clients.service import ServiceClient  # noqa: E402
+from orc.orchestrator.ledger.engine import upgrade  # noqa: E402
 from orc.orchestrator.ledger.lifecycle import Event, Kind  # noqa: E402
 from orc.orchestrator.ledger.prune import PruneRule, prune  # noqa: E402
 from orc.orchestrator.ledger.queries import JobFilter  # noqa: E402
 from orc.orchestrator.ledger.records import NewJob  # noqa: E402
-from orc.orchestrator.ledger.upgrade import upgrade  # noqa: E402
 from orc.orchestrator.service import sse  # noqa: E402
 
 SPEC = {

@@ -14,7 +14,7 @@ import pytest
 from command_line import Orc
 from hosts_testbed import HostsTestbed, eventually
 
-from orc.orchestrator.engine import fault_points
+from orc.orchestrator.engine import steps
 
 SIZE = ("--set", "resources.nodes=2", "--set", "resources.procs_per_node=1")
 # Appends a line to a file beside the working copy; each host has its own.
@@ -113,7 +113,7 @@ def test_a_laptop_that_has_lost_its_ledger_adopts_its_job_once_the_hosts_answer_
 def test_a_laptop_killed_while_it_submits_runs_the_job_once(laptop: Orc, hosts: HostsTestbed, point: str) -> None:
     laptop.write_job(ONCE)
     args = ("submit", "job.yaml", "--cluster", "lab", *SIZE)
-    with laptop.start(*args, env={fault_points.VARIABLE: point}) as killed:
+    with laptop.start(*args, env={steps.FAULT_POINT: point}) as killed:
         assert killed.wait(240) == -signal.SIGKILL
     (job,) = [job["id"] for job in json.loads(laptop("list", "--json"))["jobs"]]
     laptop("wait", job)

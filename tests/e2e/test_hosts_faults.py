@@ -1,7 +1,7 @@
 """Whatever breaks on the way from a laptop to bare hosts: the training ends with the weights it would have had.
 
 Each test measures how long it took until the fault was noticed and until the training went on, by the machine's clock;
-``--junitxml FILE`` keeps the numbers (docs/explanation/fault_points.md).
+``--junitxml FILE`` keeps the numbers (docs/explanation/steps.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from exact_training import Course, Training, undisturbed
 from hosts_testbed import USER, HostsTestbed, eventually
 from sample_traces import TracedJob
 
-from orc.orchestrator.engine import fault_points
+from orc.orchestrator.engine import steps
 
 PEER_TIMEOUT_S = 10
 RETRY = {"on": ["node_failure", "crash"], "backoff": 0}
@@ -226,7 +226,7 @@ def test_a_job_whose_rank_is_killed_runs_once_more_though_the_laptop_that_sees_i
     watch.broken()
     hosts.fault("kill-procs", "node2", "train.py")
     for point in ("prepared", "submitted"):
-        with laptop.start("wait", job, env={fault_points.VARIABLE: point}) as killed:
+        with laptop.start("wait", job, env={steps.FAULT_POINT: point}) as killed:
             killed.communicate(timeout=240)
             assert killed.returncode in (0, -signal.SIGKILL), point
     laptop("wait", job)
@@ -292,7 +292,7 @@ def test_a_link_that_is_cut_around_the_sync_costs_another_host_or_a_wait_and_the
     if not point:
         hosts.fault("rate", "node2", "5mbit")  # so that it takes half a minute
     args = ("submit", "job.yaml", "--cluster", "lab", "--json", *SIZE)
-    with laptop.start(*args, env={fault_points.HOLD: point}) as process:
+    with laptop.start(*args, env={steps.FAULT_HOLD: point}) as process:
         eventually(lambda: is_held(process) if point else files_begin_to_arrive(hosts, "node2"))
         hosts.fault("cut", "node2")
         watch.broken()

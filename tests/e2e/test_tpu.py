@@ -16,7 +16,7 @@ from hosts_testbed import eventually
 from sample_traces import TracedJob
 from tpu_testbed import PROJECT, ZONE, Pods
 
-from orc.orchestrator.engine import fault_points
+from orc.orchestrator.engine import steps
 
 # Every command here is a process that imports Google's client library, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(400)
@@ -129,7 +129,7 @@ def test_a_training_whose_pod_is_preempted_half_way_goes_on_in_another_and_nothi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", fault_points.PASS_POINTS)
+@pytest.mark.parametrize("point", steps.PASS_POINTS)
 def test_a_pass_that_is_killed_while_it_starts_the_workers_runs_nothing_twice(
     tpu_pods: Pods, laptop: Callable[..., Orc], point: str
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_pass_that_is_killed_while_it_starts_the_workers_runs_nothing_twice(
     orc.env["TOKEN"] = "geheim"
     job = orc.submit(*TWO)
     eventually(lambda: list(tpu_pods.nodes.values()) == ["READY"])
-    with orc.start("status", job, env={fault_points.VARIABLE: point}) as killed:
+    with orc.start("status", job, env={steps.FAULT_POINT: point}) as killed:
         killed.communicate(timeout=240)
     assert killed.returncode == -signal.SIGKILL
     orc("wait", job)

@@ -291,7 +291,7 @@ def _of_no_job(digests: list[str]) -> int:
     import json
 
     from orc.orchestrator.client import Client
-    from orc.orchestrator.ledger.errors import LedgerError
+    from orc.orchestrator.ledger.database import LedgerError
 
     try:
         with Client() as client, client.workspace.ledger.database.read() as connection:

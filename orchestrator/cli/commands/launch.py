@@ -309,7 +309,7 @@ def submit_and_follow(launched: JobOfLaunch, *, as_json: bool) -> int:
     from orc.launchers.spec.source import Document
     from orc.orchestrator.cli.commands.submit import Following, run
     from orc.orchestrator.cli.session import open_ledger
-    from orc.orchestrator.engine.validation import check_document
+    from orc.orchestrator.engine.job_source import check_document
 
     client = open_ledger()
     document = Document(dict(launched.job), "orc launch", {}, {})

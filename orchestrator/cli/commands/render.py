@@ -208,7 +208,7 @@ def plan_of(loaded: LoadedJob) -> tuple[Plan, Sequence[Finding]]:
     from orc.launchers.paths import state_dir
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.spec.clusters import get_cluster
-    from orc.orchestrator.engine.snapshots import scan_job
+    from orc.orchestrator.engine.job_source import scan_job
 
     spec = loaded.spec
     backend = open_backend(get_cluster(spec.cluster))
@@ -353,6 +353,6 @@ def command(
         raise click.UsageError("--output needs --format dir", click.get_current_context())
     if form == "dir" and output is None:
         raise click.UsageError("--format dir needs --output DIR", click.get_current_context())
-    from orc.orchestrator.engine.validation import load_jobs_checked
+    from orc.orchestrator.engine.job_source import load_jobs_checked
 
     show_any(load_jobs_checked(job_file, overrides, cluster=cluster), "json" if as_json else form, output, member)

@@ -48,7 +48,7 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
     `orc submit` does this by itself. Exit status 1 if a host could not be served; the others are.
     """
     from orc.launchers.transfer.delivery import sync
-    from orc.orchestrator.engine.validation import load_checked
+    from orc.orchestrator.engine.job_source import load_checked
 
     if job_file is None and cluster is None:
         raise click.UsageError("name a job file, or a cluster with --cluster", click.get_current_context())
@@ -86,7 +86,7 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
 def _bundles(client: Client, loaded: LoadedJob | None, backend: Backend, explain: bool) -> dict[str, Bundle]:
     """Return the trees that have to be there, by name; stored here unless they are only compared."""
     from orc.launchers.snapshot.runtime_tree import runtime_bundle
-    from orc.orchestrator.engine.snapshots import scan_job, take
+    from orc.orchestrator.engine.job_source import scan_job, take
 
     store = client.workspace.store
     if loaded is None:

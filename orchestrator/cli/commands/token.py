@@ -125,7 +125,7 @@ def _state(token: Mapping[str, Any]) -> str:
 def _client() -> JobsClient:
     """Return the client of the service that commands go to, else of the ledger, which has to be writable."""
     from orc.orchestrator.client import Client
-    from orc.orchestrator.ledger.errors import LedgerError
+    from orc.orchestrator.ledger.database import LedgerError
 
     client = open_client(reconciler=False)
     if isinstance(client, Client) and (why := client.workspace.ledger.volatile):

@@ -1,1 +1,1 @@
-"""Schema migrations, run by `orc.orchestrator.ledger.upgrade`. Ledgers are only ever upgraded."""
+"""Schema migrations, run by `orc.orchestrator.ledger.engine`. Ledgers are only ever upgraded."""

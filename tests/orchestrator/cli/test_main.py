@@ -69,7 +69,7 @@ def test_an_error_is_one_block_of_what_where_and_what_to_do(orc: Run, monkeypatc
     def fail(*_: object, **__: object) -> None:
         raise SpecError("first line\nsecond line", where="job.yaml:3:1", hint="write it differently")
 
-    monkeypatch.setattr("orc.orchestrator.engine.validation.load_jobs_checked", fail)
+    monkeypatch.setattr("orc.orchestrator.engine.job_source.load_jobs_checked", fail)
     result = orc("render", "job.yaml")
     assert result.code == 2
     assert result.err.splitlines() == [
@@ -103,7 +103,7 @@ def test_an_unexpected_error_exits_with_70_and_keeps_a_private_traceback(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("orc.orchestrator.engine.validation.load_jobs_checked", fail)
+    monkeypatch.setattr("orc.orchestrator.engine.job_source.load_jobs_checked", fail)
     result = orc("render", "job.yaml", "--set", "env.TOKEN=hunter2")
     assert result.code == 70
     assert "RuntimeError: boom" in result.err
@@ -125,7 +125,7 @@ def test_a_crash_without_a_place_for_its_report_still_says_what_happened(
 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ORC_STATE_DIR", str(tmp_path / "file" / "below"))
-    monkeypatch.setattr("orc.orchestrator.engine.validation.load_jobs_checked", fail)
+    monkeypatch.setattr("orc.orchestrator.engine.job_source.load_jobs_checked", fail)
     result = orc("render", "job.yaml")
     assert result.code == 70
     assert "boom" in result.err

@@ -25,7 +25,7 @@ from orc.orchestrator.api.session import Caller
 from orc.orchestrator.cli.main import main
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import delivery as steps
-from orc.orchestrator.engine.snapshots import take
+from orc.orchestrator.engine.job_source import take
 from orc.orchestrator.engine.submission import new_submission, submit
 from orc.orchestrator.ledger import polls
 from orc.orchestrator.workspace import NoAccount, login_name

@@ -16,9 +16,8 @@ from orc.launchers.plan import Plan
 from orc.launchers.spec.groups import load_jobs
 from orc.orchestrator.client import Client
 from orc.orchestrator.clients import cancelling, groups
-from orc.orchestrator.engine import dispatch, progress, snapshots
-from orc.orchestrator.engine.groups import submit_group
-from orc.orchestrator.engine.submission import Submission, enqueue, new_submission
+from orc.orchestrator.engine import dispatch, job_source, steps
+from orc.orchestrator.engine.submission import Submission, enqueue, new_submission, submit_group
 from orc.orchestrator.ledger.groups import GroupRecord
 from orc.orchestrator.ledger.groups import create as create_group
 from orc.orchestrator.ledger.leases import new_owner
@@ -54,7 +53,7 @@ def members(
     client: Client, backend: FakeArrays, loaded: Any, count: int, limit: int | None = 2
 ) -> tuple[list[Submission], GroupRecord]:
     ws = client.workspace
-    snapshot = snapshots.take(ws.store, loaded, progress.silent, backend)
+    snapshot = job_source.take(ws.store, loaded, steps.silent, backend)
     group = GroupRecord("array-aaaaaa", "array", "array", ws.user, ws.clock(), max_parallel=limit)
     each = [new_submission(ws, loaded.spec, snapshot, source="array") for _ in range(count)]
     return [replace(one, group=group.id, number=number) for number, one in enumerate(each)], group

@@ -16,7 +16,7 @@ import yaml
 from hosts_testbed import eventually
 
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import fault_points
+from orc.orchestrator.engine import steps
 
 BEFORE_DURABLE = ("snapshot-taken", "secrets-kept")
 SUBMIT = [sys.executable, "-m", "orc.orchestrator.cli.main", "submit"]
@@ -78,9 +78,9 @@ def lines(runs: Path) -> list[str]:
     return sorted(runs.read_text().splitlines()) if runs.exists() else []
 
 
-@pytest.mark.parametrize("point", fault_points.POINTS)
+@pytest.mark.parametrize("point", steps.FAULT_POINTS)
 def test_a_submission_killed_at_any_point_runs_exactly_once_or_was_never_promised(point, job_yaml, runs, orc_home):
-    killed = submit(job_yaml, **{fault_points.VARIABLE: point})
+    killed = submit(job_yaml, **{steps.FAULT_POINT: point})
     assert killed.wait(120) == -signal.SIGKILL
     ids = finish_all()
     if point in BEFORE_DURABLE:

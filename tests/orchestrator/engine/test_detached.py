@@ -15,7 +15,7 @@ from hosts_testbed import eventually
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import detached, fault_points, pass_loop
+from orc.orchestrator.engine import detached, passes, steps
 
 ORC = [sys.executable, "-m", "orc.orchestrator.cli.main"]
 
@@ -75,7 +75,7 @@ def test_the_end_of_a_job_whose_agents_were_killed_is_recorded_with_nobody_askin
 def test_a_submission_that_was_killed_is_finished_by_the_reconciler_it_has_left(allowed, orc_home, tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("name: once\ncommand: 'true'\nlauncher: python\n")
-    assert orc("submit", str(path), **{fault_points.VARIABLE: "staged"}).returncode == -signal.SIGKILL
+    assert orc("submit", str(path), **{steps.FAULT_POINT: "staged"}).returncode == -signal.SIGKILL
     eventually(lambda: states(orc_home) == ["SUCCEEDED"])
 
 
@@ -86,7 +86,7 @@ def test_a_ledger_that_is_named_relative_to_the_working_directory_is_the_same_to
     path.write_text("name: once\ncommand: 'true'\nlauncher: python\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ORC_LEDGER_URL", "sqlite:///mine.db")
-    assert orc("submit", str(path), **{fault_points.VARIABLE: "staged"}).returncode == -signal.SIGKILL
+    assert orc("submit", str(path), **{steps.FAULT_POINT: "staged"}).returncode == -signal.SIGKILL
     eventually(lambda: states(orc_home) == ["SUCCEEDED"])
     assert not (orc_home / "state" / "mine.db").exists()
 
@@ -95,7 +95,7 @@ def test_a_ledger_that_is_named_relative_to_the_working_directory_is_the_same_to
 def test_every_command_that_shows_jobs_goes_on_with_what_was_begun(command, orc_home, tmp_path, request):
     path = tmp_path / "job.yaml"
     path.write_text("name: once\ncommand: 'true'\nlauncher: python\n")
-    assert orc("submit", str(path), **{fault_points.VARIABLE: "prepared"}).returncode == -signal.SIGKILL
+    assert orc("submit", str(path), **{steps.FAULT_POINT: "prepared"}).returncode == -signal.SIGKILL
     request.getfixturevalue("allowed")
     assert orc(*command).returncode == 0
     eventually(lambda: states(orc_home) == ["SUCCEEDED"])
@@ -217,7 +217,7 @@ def test_a_cluster_that_is_away_is_said_once(serve, client, backend, job_file):
     [(0, [], 2.0), (100, [], 5.0), (100_000, [], 30.0), (100_000, [100_007], 7.0), (100_000, [5], 2.0)],
 )
 def test_it_looks_less_often_the_longer_nothing_happens_but_in_time_for_a_retry(quiet_for, due, expected):
-    assert pass_loop.pause(quiet_for, 0, due, 2.0) == expected
+    assert passes.pause(quiet_for, 0, due, 2.0) == expected
 
 
 def test_one_pass_sends_the_retry_of_what_it_has_seen_fail(client, backend, job_file):

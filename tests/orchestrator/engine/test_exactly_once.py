@@ -45,12 +45,11 @@ from orc.launchers.errors import LaunchError
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.spec import JobSpec, load_job
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import fault_points, orphans
+from orc.orchestrator.engine import orphans, steps
 from orc.orchestrator.engine.admission import is_met
-from orc.orchestrator.engine.groups import submit_group
-from orc.orchestrator.engine.snapshots import take
-from orc.orchestrator.engine.submission import Submission, submit
-from orc.orchestrator.ledger import dependencies, ledger_file
+from orc.orchestrator.engine.job_source import take
+from orc.orchestrator.engine.submission import Submission, submit, submit_group
+from orc.orchestrator.ledger import groups, ledger_file
 from orc.orchestrator.ledger.groups import GroupRecord
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 
@@ -231,7 +230,7 @@ class Lives(RuleBasedStateMachine):
         """A process goes on, to its end, for some steps, or to the next step of some kind."""
         process = data.draw(st.sampled_from(self.processes))
         far = data.draw(st.sampled_from(["end", "end", 1, 3, 10, "submit", "find", "cancel", "poll", "point"]))
-        points = (*fault_points.POINTS, *fault_points.PASS_POINTS)
+        points = (*steps.FAULT_POINTS, *steps.PASS_POINTS)
         if far == "end":
             process.go()
         elif isinstance(far, int):
@@ -360,7 +359,7 @@ class Lives(RuleBasedStateMachine):
             assert SECRET["TOKEN"] not in repr((job, attempts, events))
             if attempts:
                 with ledger.database.read() as connection:
-                    needs = dependencies.of_jobs(connection, [job_id])
+                    needs = groups.dependencies_of(connection, [job_id])
                 assert all(is_met(one.condition, state) for one, state in needs), needs
             if events[-1].kind == Kind.CANCEL_REQUESTED and events[-1].data.get("reason") == "deadline":
                 assert job.deadline_at <= job.cancel_requested_at  # before the event, should a clock have jumped since

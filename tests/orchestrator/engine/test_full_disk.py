@@ -15,7 +15,7 @@ from hosts_testbed import eventually
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger import audit, content_holders, ledger_file
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.service.housekeeping import keep_house
 from orc.orchestrator.service.settings import load_settings

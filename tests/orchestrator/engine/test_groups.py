@@ -11,7 +11,7 @@ import pytest
 from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.spec.groups import load_jobs
 from orc.orchestrator.clients import groups
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import LedgerError
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_a_sweep_is_stored_whole_or_not_at_all(client, backend, group_file, monk
     def fail(*_: object) -> None:
         raise LedgerError("disk full")
 
-    monkeypatch.setattr("orc.orchestrator.ledger.dependencies.add", fail)  # the last that is written
+    monkeypatch.setattr("orc.orchestrator.ledger.groups.add", fail)  # the last that is written
     with pytest.raises(LedgerError):
         groups.submit(client.session, loaded)
     monkeypatch.undo()
@@ -256,11 +256,11 @@ def test_an_output_that_the_other_job_does_not_have_is_refused(client, backend, 
 
 
 def test_a_specification_of_several_jobs_is_no_single_job_either(client, backend, job_file):
-    from orc.orchestrator.engine import progress, snapshots
+    from orc.orchestrator.engine import job_source, steps
     from orc.orchestrator.engine.submission import new_submission, submit
 
     loaded, ws = job_file(array=3), client.workspace
-    snapshot = snapshots.take(ws.store, loaded, progress.silent, backend)
+    snapshot = job_source.take(ws.store, loaded, steps.silent, backend)
     with pytest.raises(SpecError, match="describes several jobs"):
         submit(ws, [new_submission(ws, loaded.spec, snapshot, source="")])
     assert client.jobs() == []

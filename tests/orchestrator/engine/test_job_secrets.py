@@ -9,7 +9,7 @@ import pytest
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.engine import job_secrets
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import LedgerError
 
 RETRY = {"max_attempts": 2, "on": ["crash"], "backoff": 0}
 

@@ -20,7 +20,7 @@ from orc.launchers.snapshot.scan import scan
 from orc.launchers.spec import load_job
 from orc.launchers.spec.clusters import get_cluster
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine.snapshots import code_exclude
+from orc.orchestrator.engine.job_source import code_exclude
 from orc.orchestrator.views import JobView
 
 

@@ -7,7 +7,7 @@ from fake_backend import FakeBackend
 
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import progress, snapshots
+from orc.orchestrator.engine import job_source, steps
 from orc.orchestrator.engine.submission import new_submission, submit
 from orc.orchestrator.ledger.transaction import Transaction
 
@@ -30,7 +30,7 @@ def queue(client, hosts, clock, job_file):
     def fill(count: int, **keys) -> list[str]:
         loaded = job_file(**keys)
         ws = client.workspace
-        snapshot = snapshots.take(ws.store, loaded, progress.silent, hosts)
+        snapshot = job_source.take(ws.store, loaded, steps.silent, hosts)
         ids = []
         for _ in range(count):
             clock.now += 1.0

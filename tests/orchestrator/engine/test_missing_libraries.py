@@ -50,7 +50,7 @@ def test_a_tpu_needs_connections_to_its_workers_too(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("cluster", ["lab", "hpc"])
 def test_a_queued_job_waits_for_a_pass_of_a_process_that_has_it(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from orc.orchestrator.engine.snapshots import take
+    from orc.orchestrator.engine.job_source import take
     from orc.orchestrator.engine.submission import enqueue, new_submission
 
     job = load_job("job.yaml", cluster=cluster)

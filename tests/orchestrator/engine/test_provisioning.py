@@ -22,7 +22,7 @@ from tpu_testbed import OTHER_ZONE, PROJECT, ZONE, cluster_of, no_later_than
 from orc.launchers.errors import LaunchError
 from orc.launchers.spec import LoadedJob, load_job
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import cleanup, fault_points
+from orc.orchestrator.engine import cleanup, steps
 
 if TYPE_CHECKING:
     from fake_tpu_server import FakeTpuServer
@@ -410,11 +410,11 @@ def test_what_no_zone_has_is_said_before_anything_is_asked_for(cloud: Cloud, opt
 # -- killed at any line
 
 
-@pytest.mark.parametrize("point", fault_points.POINTS)
+@pytest.mark.parametrize("point", steps.FAULT_POINTS)
 def test_a_submission_that_is_killed_leaves_one_pod_or_none(cloud: Cloud, point: str) -> None:
     path = cloud.job_file().source_path
     argv = [sys.executable, "-m", "orc.orchestrator.cli.main", "submit", str(path)]
-    done = subprocess.run(argv, env={**os.environ, fault_points.VARIABLE: point}, capture_output=True)
+    done = subprocess.run(argv, env={**os.environ, steps.FAULT_POINT: point}, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     rows = cloud.client.jobs()
     if not rows:
@@ -435,7 +435,7 @@ def test_after_a_submission_that_was_cut_off_only_the_zone_that_was_asked_is_ask
     cloud.fault("CreateQueuedResource=RESOURCE_EXHAUSTED")  # in the first zone
     path = cloud.job_file().source_path
     argv = [sys.executable, "-m", "orc.orchestrator.cli.main", "submit", str(path)]
-    done = subprocess.run(argv, env={**os.environ, fault_points.VARIABLE: "submitted"}, capture_output=True)
+    done = subprocess.run(argv, env={**os.environ, steps.FAULT_POINT: "submitted"}, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     (row,) = cloud.client.jobs()
     before = len(cloud.server.cloud.calls)
@@ -462,14 +462,14 @@ def test_a_submission_that_is_killed_within_a_call_leaves_one_pod_or_none(cloud:
     no_later_than(cloud.server, cloud.is_empty)
 
 
-@pytest.mark.parametrize("point", fault_points.PASS_POINTS)
+@pytest.mark.parametrize("point", steps.PASS_POINTS)
 def test_a_pass_that_is_killed_while_it_asks_in_the_next_zone_doubles_nothing(cloud: Cloud, point: str) -> None:
     cloud.configure(zones=[ZONE, OTHER_ZONE])
     cloud.fault("op:provision-qr=RESOURCE_EXHAUSTED")
     view = cloud.submit()
     no_later_than(cloud.server, lambda: "FAILED" in cloud.server.cloud.summary()["queued_resources"].values())
     argv = [sys.executable, "-m", "orc.orchestrator.cli.main", "status", view.id]
-    done = subprocess.run(argv, env={**os.environ, fault_points.VARIABLE: point}, capture_output=True)
+    done = subprocess.run(argv, env={**os.environ, steps.FAULT_POINT: point}, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     cloud.until(view.id, is_waiting_for_workers)
     assert [zone for zone, _ in cloud.asked()] == [ZONE, OTHER_ZONE]

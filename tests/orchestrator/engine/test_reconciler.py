@@ -7,7 +7,6 @@ from orc.launchers.attempts.records import AttemptExit, RankFailure
 from orc.launchers.backends.base import Cause, Phase
 from orc.orchestrator import workspace
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import writing
 from orc.orchestrator.ledger.leases import CLAIM_S
 
 NO_WAIT = {"max_attempts": 3, "on": ["crash", "node_failure", "preempted", "timeout"], "backoff": 0}
@@ -311,7 +310,9 @@ def test_a_stale_look_changes_nothing(client, backend, running, monkeypatch):
 
 
 def test_many_ends_are_written_in_few_transactions(client, backend, job_file, monkeypatch):
-    monkeypatch.setattr(writing, "_JOBS_PER_TRANSACTION", 4)
+    from orc.orchestrator.engine import steps
+
+    monkeypatch.setattr(steps, "_JOBS_PER_TRANSACTION", 4)
     views = [client.submit(job_file()) for _ in range(10)]
     for view in views:
         backend.set(view.attempt.marker, Phase.SUCCEEDED)

@@ -12,7 +12,7 @@ from hosts_testbed import eventually
 from orc.launchers.backends.base import Phase
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine.reconciler_threads import ReconcilerThreads
+from orc.orchestrator.engine.passes import ReconcilerThreads
 
 
 @pytest.fixture

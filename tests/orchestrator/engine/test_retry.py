@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orc.orchestrator.engine.retry import (
+from orc.orchestrator.engine.updates import (
     HANDED_OVER,
     MAX_BACKOFF_S,
     MAX_PREEMPTIONS,

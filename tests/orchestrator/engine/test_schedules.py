@@ -9,7 +9,7 @@ import pytest
 
 from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import progress, schedules, snapshots
+from orc.orchestrator.engine import job_source, schedules, steps
 from orc.orchestrator.engine.cleanup import snapshot_needs
 from orc.orchestrator.engine.submission import new_submission
 
@@ -20,7 +20,7 @@ MINUTE = 60.0
 def schedule(client, backend, job_file):
     def create(cron: str = "* * * * *", **options: Any):
         ws, loaded = client.workspace, job_file(**options.pop("keys", {}))
-        snapshot = snapshots.take(ws.store, loaded, progress.silent, backend)
+        snapshot = job_source.take(ws.store, loaded, steps.silent, backend)
         options = {"name": "nightly", "cron": cron, "timezone": "UTC", **options}
         return schedules.create(ws, new_submission(ws, loaded.spec, snapshot, source=""), **options)
 

@@ -10,7 +10,7 @@ from orc.launchers.errors import BackendError, BackendUnreachable, BundleError, 
 from orc.launchers.spec import load_job
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine import delivery, orphans
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import LedgerError
 
 
 def kinds(client, job_id):

@@ -9,7 +9,7 @@ import pytest
 from orc.launchers.errors import LaunchError, RenderError, SpecError
 from orc.launchers.spec import SpecProblems
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine.validation import load_checked
+from orc.orchestrator.engine.job_source import load_checked
 
 ALL = """\
 name: x

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from orc.orchestrator.ledger import upgrade
+from orc.orchestrator.ledger import engine
 from orc.orchestrator.ledger.database import Database
 from orc.orchestrator.ledger.engine import CoreDatabase
 from orc.orchestrator.ledger.opening import open_database
@@ -42,20 +42,20 @@ def ledger(database: Database, clock) -> Ledger:
 def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """``older(url)`` makes a ledger of version 0006, to which this version adds the table of quotas."""
     migrations = tmp_path / "migrations"
-    shutil.copytree(upgrade.MIGRATIONS, migrations, ignore=shutil.ignore_patterns("0*.py"))
+    shutil.copytree(engine.MIGRATIONS, migrations, ignore=shutil.ignore_patterns("0*.py"))
     (migrations / "versions/0006.py").write_text("revision, down_revision = '0006', None")
     (migrations / "versions/0007.py").write_text(
         "from alembic import op\nfrom orc.orchestrator.ledger import schema\nrevision, down_revision = '0007', '0006'\n"
         "def upgrade():\n    schema.quotas.create(op.get_bind())\n"
     )
-    monkeypatch.setattr(upgrade, "MIGRATIONS", migrations)
+    monkeypatch.setattr(engine, "MIGRATIONS", migrations)
 
     def make(url: str) -> None:
-        upgrade.upgrade(url, None)
-        engine = sa.create_engine(url)
-        with engine.begin() as connection:
+        engine.upgrade(url, None)
+        made = sa.create_engine(url)
+        with made.begin() as connection:
             connection.execute(sa.text("DROP TABLE quotas"))
             connection.execute(sa.text("UPDATE alembic_version SET version_num = '0006'"))
-        engine.dispose()
+        made.dispose()
 
     return make

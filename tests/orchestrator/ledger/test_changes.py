@@ -9,7 +9,7 @@ import pytest
 from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Placement
-from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger.database import Conflict, LedgerError
 from orc.orchestrator.ledger.leases import CLAIM_S
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, IllegalTransition, JobState, Kind, Position
 from orc.orchestrator.ledger.opening import open_database

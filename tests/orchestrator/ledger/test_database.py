@@ -12,8 +12,7 @@ import pytest
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger import database as ledger_database
-from orc.orchestrator.ledger.database import SqliteDatabase, explained
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import LedgerError, SqliteDatabase, explained
 from orc.orchestrator.ledger.opening import open_database
 
 TAG = "INSERT INTO job_tags (job_id, key, value) VALUES (:job, :key, 'x')"

@@ -10,9 +10,9 @@ import pytest
 from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Placement
-from orc.orchestrator.ledger import audit, dependencies, groups, schedules, schema, sealed_secrets, tokens, usage
-from orc.orchestrator.ledger.dependencies import Dependency
-from orc.orchestrator.ledger.groups import GroupRecord
+from orc.orchestrator.ledger import audit, groups, schedules, schema, sealed_secrets, tokens, usage
+from orc.orchestrator.ledger.database import HEAD
+from orc.orchestrator.ledger.groups import Dependency, GroupRecord
 from orc.orchestrator.ledger.history_format import TABLES, export
 from orc.orchestrator.ledger.history_import import InvalidImport, import_history, live_work
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
@@ -24,7 +24,6 @@ from orc.orchestrator.ledger.schedules import ScheduleRecord
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.ledger.tokens import TokenRecord
 from orc.orchestrator.ledger.usage import Quota
-from orc.orchestrator.ledger.version import HEAD
 
 
 def fill(ledger, clock):
@@ -42,7 +41,7 @@ def fill(ledger, clock):
                 tx.record(
                     made, *ended, job_set={"ended_at": tx.now}, failed_hosts=["n1"], attempt_set={"exit": {"c": 1}}
                 )
-        dependencies.add(tx.connection, [Dependency("live", "ended", "any")])
+        groups.add_dependencies(tx.connection, [Dependency("live", "ended", "any")])
         schedules.create(
             tx.connection,
             ScheduleRecord("s", "nightly", "ann", "0 3 * * *", "UTC", True, 1.5, None, None, {}, {}, "f"),

@@ -7,13 +7,12 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from orc.orchestrator.ledger import schema, upgrade, usage
+from orc.orchestrator.ledger import engine, schema, usage
+from orc.orchestrator.ledger.database import HEAD, LedgerError
 from orc.orchestrator.ledger.engine import CoreDatabase
-from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.store import Ledger
-from orc.orchestrator.ledger.version import HEAD
 
 OLD_JOB = """
 INSERT INTO jobs (id, name, cluster, backend, state, reason, attempt, revision, created_at, updated_at, source, digests,
@@ -62,7 +61,7 @@ def test_a_job_of_an_older_orc_goes_on_after_the_upgrade(older, url, tmp_path, c
 
 def test_a_migration_that_fails_changes_nothing(older, url, tmp_path):
     older(url)
-    with (upgrade.MIGRATIONS / "versions/0007.py").open("a") as script:
+    with (engine.MIGRATIONS / "versions/0007.py").open("a") as script:
         script.write("    op.execute('NONSENSE')\n")
     with pytest.raises(LedgerError, match="NONSENSE"):
         open_database(tmp_path, url)

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from orc.orchestrator.ledger import opening, schema
-from orc.orchestrator.ledger.database import SqliteDatabase
+from orc.orchestrator.ledger.database import HEAD, LedgerError, SqliteDatabase
 from orc.orchestrator.ledger.engine import CoreDatabase
-from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.opening import open_database
-from orc.orchestrator.ledger.version import HEAD
 
 
 @pytest.fixture
@@ -291,7 +289,7 @@ def test_a_migrated_database_behind_a_url_is_not_migrated_again(tmp_path, older,
     assert version(tmp_path / "core.db") == [(HEAD,)]
     assert not (tmp_path / "state").exists()
     database.close()
-    monkeypatch.setattr("orc.orchestrator.ledger.upgrade.upgrade", lambda *_: pytest.fail("it is migrated"))
+    monkeypatch.setattr("orc.orchestrator.ledger.engine.upgrade", lambda *_: pytest.fail("it is migrated"))
     open_database(tmp_path / "state", url).close()
 
 

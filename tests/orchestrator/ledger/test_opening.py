@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from orc.orchestrator.ledger import database as ledger_database
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import HEAD, LedgerError
 from orc.orchestrator.ledger.ledger_file import holders
 from orc.orchestrator.ledger.opening import open_database
-from orc.orchestrator.ledger.version import HEAD
 
 
 def version(path) -> str:
@@ -162,7 +161,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_no_half_made_ledger(tmp_path)
     code = f"""
         import resource, signal, sys
         from pathlib import Path
-        from orc.orchestrator.ledger.errors import LedgerError
+        from orc.orchestrator.ledger.database import LedgerError
         from orc.orchestrator.ledger.opening import open_database
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))

@@ -9,13 +9,12 @@ import threading
 import pytest
 import sqlalchemy as sa
 
+from orc.orchestrator.ledger.database import HEAD, LedgerError
 from orc.orchestrator.ledger.engine import CoreDatabase
-from orc.orchestrator.ledger.errors import LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.store import Ledger
-from orc.orchestrator.ledger.version import HEAD
 
 
 def test_an_empty_database_becomes_a_ledger(tmp_path, postgres_database):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 from prepared_jobs import create_prepared
 
-from orc.orchestrator.ledger import dependencies, groups, outbox, sealed_secrets
+from orc.orchestrator.ledger import groups, outbox, sealed_secrets
 from orc.orchestrator.ledger import prune as pruning
-from orc.orchestrator.ledger.database import SqliteDatabase
-from orc.orchestrator.ledger.dependencies import Dependency
-from orc.orchestrator.ledger.errors import LedgerError
-from orc.orchestrator.ledger.groups import GroupRecord
+from orc.orchestrator.ledger.database import LedgerError, SqliteDatabase
+from orc.orchestrator.ledger.groups import Dependency, GroupRecord
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.prune import PruneReport, PruneRule, prune, was_pruned, would_prune
@@ -66,7 +64,9 @@ def test_jobs_that_ended_long_ago_go_with_all_that_belongs_to_them(ledger, clock
         put(name, 31)
     with ledger.transaction() as tx:
         sealed_secrets.put(tx.connection, "old-1", "cipher", tx.now)
-        dependencies.add(tx.connection, [Dependency("old-2", "old-1", "any"), Dependency("new", "old-2", "success")])
+        groups.add_dependencies(
+            tx.connection, [Dependency("old-2", "old-1", "any"), Dependency("new", "old-2", "success")]
+        )
         outbox.put(tx.connection, 1, "old-1", "t", "end", {}, tx.now)
         outbox.sent(tx.connection, outbox.listed(tx.connection, job_id="old-1", limit=1)[0].id)
         tx.record(tx.find("new"))  # and the newest event is not one of theirs
@@ -107,7 +107,7 @@ def test_what_is_still_needed_stays(ledger, clock, put):
     put("untold", 90)
     put("newest", 90)
     with ledger.transaction() as tx:
-        dependencies.add(tx.connection, [Dependency("live", "awaited", "success")])
+        groups.add_dependencies(tx.connection, [Dependency("live", "awaited", "success")])
         outbox.put(tx.connection, 1, "untold", "t", "end", {}, tx.now)
     assert prune(ledger, PruneRule(clock.now)) == PruneReport(1, 7, 1)
     assert left(ledger) == {"live", "awaited", "sweep-1", "sweep-2", "night-2", "untold", "newest"}

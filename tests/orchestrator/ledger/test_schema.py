@@ -8,8 +8,8 @@ import pytest
 import sqlalchemy as sa
 from alembic.script import ScriptDirectory
 
-from orc.orchestrator.ledger import schema, upgrade
-from orc.orchestrator.ledger.version import HEAD
+from orc.orchestrator.ledger import engine, schema
+from orc.orchestrator.ledger.database import HEAD
 
 # Digests of the tables of each version: a change of them is a new version with a migration.
 TABLES = {"0007": "523523867e2707443ff6fd6c4b9b0a327c6d21a24437cb535e53fcc60affd886"}
@@ -28,7 +28,7 @@ def test_the_tables_of_a_version_stay_as_they_are():
 
 
 def test_the_newest_revision_is_the_one_this_code_works_with():
-    assert ScriptDirectory(str(upgrade.MIGRATIONS)).get_heads() == [HEAD]
+    assert ScriptDirectory(str(engine.MIGRATIONS)).get_heads() == [HEAD]
 
 
 def test_a_ledger_is_stamped_with_its_version_once(made):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from prepared_jobs import create_prepared
 
-from orc.orchestrator.ledger.errors import Conflict, LedgerError
+from orc.orchestrator.ledger.database import Conflict, LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.store import Ledger

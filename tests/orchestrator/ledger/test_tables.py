@@ -6,11 +6,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from orc.orchestrator.ledger import audit, dependencies, groups, outbox, polls, schedules, sealed_secrets, tokens, usage
+from orc.orchestrator.ledger import audit, groups, outbox, polls, schedules, sealed_secrets, tokens, usage
 from orc.orchestrator.ledger.audit import AuditEntry
-from orc.orchestrator.ledger.dependencies import Dependency
-from orc.orchestrator.ledger.errors import Conflict, LedgerError
-from orc.orchestrator.ledger.groups import GroupRecord, Member
+from orc.orchestrator.ledger.database import Conflict, LedgerError
+from orc.orchestrator.ledger.groups import Dependency, GroupRecord, Member
 from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
 from orc.orchestrator.ledger.polls import ClusterPoll
 from orc.orchestrator.ledger.records import NewJob
@@ -41,22 +40,22 @@ def test_dependencies_come_with_the_state_of_what_they_wait_for(ledger, opened):
     enqueue(ledger, "a", "b", "c")
     wanted = [Dependency("b", "a", "success"), Dependency("c", "a", "any"), Dependency("c", "b", "failure")]
     with opened() as connection:
-        dependencies.add(connection, wanted)
-        dependencies.add(connection, [])
-        assert [(one, str(state)) for one, state in dependencies.of_jobs(connection)] == [
+        groups.add_dependencies(connection, wanted)
+        groups.add_dependencies(connection, [])
+        assert [(one, str(state)) for one, state in groups.dependencies_of(connection)] == [
             (one, "QUEUED") for one in wanted
         ]
     with ledger.transaction() as tx:
         tx.record(tx.find("a"), Event(Kind.JOB_CANCELLED))
         tx.record(tx.find("b"), Event(Kind.JOB_CANCELLED))
     with opened() as connection:
-        live = dependencies.of_jobs(connection)
+        live = groups.dependencies_of(connection)
         assert live == [(wanted[1], JobState.CANCELLED), (wanted[2], JobState.CANCELLED)]
         assert type(live[0][1]) is JobState
-        assert dependencies.of_jobs(connection, ["b", "unknown"]) == [(wanted[0], JobState.CANCELLED)]
-        assert dependencies.of_jobs(connection, []) == []
+        assert groups.dependencies_of(connection, ["b", "unknown"]) == [(wanted[0], JobState.CANCELLED)]
+        assert groups.dependencies_of(connection, []) == []
     with pytest.raises(LedgerError), opened() as connection:
-        dependencies.add(connection, [wanted[0]])
+        groups.add_dependencies(connection, [wanted[0]])
 
 
 def test_groups_know_their_jobs(ledger, opened):

@@ -29,7 +29,7 @@ from served import Served, make_served
 
 from orc.launchers.backends.base import Phase
 from orc.launchers.spec import load_job
-from orc.orchestrator.engine.snapshots import take
+from orc.orchestrator.engine.job_source import take
 from orc.orchestrator.ledger import audit
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 from orc.orchestrator.service.api.bundles import note_holder

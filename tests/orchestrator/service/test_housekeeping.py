@@ -15,9 +15,9 @@ from orc.orchestrator.api import access
 from orc.orchestrator.api.call import Digests, NewMember
 from orc.orchestrator.api.submitting import Submitter
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine.snapshots import take
+from orc.orchestrator.engine.job_source import take
 from orc.orchestrator.ledger import audit, content_holders
-from orc.orchestrator.ledger.errors import LedgerError
+from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.service import housekeeping

@@ -139,7 +139,7 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture(scope="session")
 def _ledger_template(postgres: PostgresServer) -> str:
-    from orc.orchestrator.ledger.upgrade import upgrade
+    from orc.orchestrator.ledger.engine import upgrade
 
     postgres.do(f"CREATE DATABASE {_TEMPLATE}")
     upgrade(postgres.url(_TEMPLATE), None)

@@ -1,14 +1,56 @@
-"""Writing of updates: events and columns of one job, or of many in a pass, as long as each is what was seen."""
+"""Steps of jobs: how they are written down and told of, and where a test can end the process in the middle of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace
+
+FAULT_POINT = "ORC_FAULT_POINT"
+FAULT_HOLD = "ORC_FAULT_HOLD"
+
+# Every step of a submission, in order. A test kills a real submission at each of them.
+FAULT_POINTS = (
+    "snapshot-taken",  # the code is in the local store, the ledger knows nothing
+    "secrets-kept",  # the secrets' file is written, the ledger knows nothing
+    "enqueued",  # the job is durable
+    "examined",  # the preflight has found nothing
+    "prepared",  # its first attempt and the marker are durable
+    "staged",  # the snapshot is on the cluster
+    "submitting",  # the ledger says that a submit is about to happen
+    "submitted",  # the backend has the job, the ledger does not know its handle
+    "handle-stored",  # the handle is durable
+    "claim-released",  # all is done, the caller has not been told
+)
+# Those of a pass that brings an attempt further whose machines are being made first.
+PASS_POINTS = (
+    "advancing",  # the next step is about to be taken
+    "advanced",  # it was, and the ledger does not know
+)
+
+
+def fault_point(point: str) -> None:
+    """Kill this process with SIGKILL when ``ORC_FAULT_POINT`` names *point*, stop it (until SIGCONT) the first time
+    that ``ORC_FAULT_HOLD`` does; otherwise do nothing."""
+    if os.environ.get(FAULT_POINT) == point:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ.get(FAULT_HOLD) == point:
+        del os.environ[FAULT_HOLD]
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+Progress = Callable[[str, Mapping[str, Any]], None]
+
+
+def silent(_stage: str, _data: Mapping[str, Any]) -> None:
+    """Show no progress."""
 
 
 def apply(
