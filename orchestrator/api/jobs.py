@@ -12,7 +12,7 @@ from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.clients.errors import JobNotFound
 from orc.orchestrator.ledger.lifecycle import JobState
-from orc.orchestrator.ledger.queries import JobFilter
+from orc.orchestrator.ledger.store import JobFilter
 from orc.orchestrator.views import EventView, JobRow, JobView, View
 
 State = Annotated[str, Bounds(choices=tuple(str(state) for state in JobState))]

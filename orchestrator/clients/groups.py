@@ -12,7 +12,7 @@ from orc.launchers.errors import LaunchError
 from orc.orchestrator.clients.errors import GroupNotFound
 from orc.orchestrator.ledger import groups as table
 from orc.orchestrator.ledger.lifecycle import JobState
-from orc.orchestrator.ledger.queries import JobFilter
+from orc.orchestrator.ledger.store import JobFilter
 from orc.orchestrator.views import GroupView, JobRow, MemberView
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from orc.orchestrator.ledger.database import Connection, insert
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, JobState
-from orc.orchestrator.ledger.queries import conditions
-from orc.orchestrator.ledger.records import columns_of, decoded, dump
+from orc.orchestrator.ledger.records import columns_of, conditions, decoded, dump
 
 
 @dataclass(frozen=True)

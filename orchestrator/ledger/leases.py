@@ -13,7 +13,7 @@ from pathlib import Path
 
 from orc.launchers.agent.procfs import boot_id, process_start
 from orc.orchestrator.ledger.database import Connection
-from orc.orchestrator.ledger.queries import select_jobs
+from orc.orchestrator.ledger.records import select_jobs
 
 # Of a claim on a job. Longer than any backend's own time-out of one submit call; only what died on another machine is
 # waited for so long.

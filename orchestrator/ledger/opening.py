@@ -9,8 +9,7 @@ import sqlite3
 from pathlib import Path
 
 from orc.launchers.strict_modes import make_private
-from orc.orchestrator.ledger.database import HEAD, Database, LedgerError, SqliteDatabase, explained
-from orc.orchestrator.ledger.ledger_file import unwritable
+from orc.orchestrator.ledger.database import HEAD, Database, LedgerError, SqliteDatabase, explained, unwritable
 
 FILE_NAME = "ledger.db"
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orc.orchestrator.ledger.database import Connection, insert, one_of
-from orc.orchestrator.ledger.lifecycle import Event, Kind
-from orc.orchestrator.ledger.queries import conditions
-from orc.orchestrator.ledger.records import columns_of, decoded, dump
+from orc.orchestrator.ledger.database import Connection, one_of
+from orc.orchestrator.ledger.records import columns_of, decoded
 
 
 @dataclass(frozen=True)
@@ -37,15 +34,6 @@ class Notification:
 
 
 _COLUMNS = columns_of(Notification)
-
-
-def put(
-    connection: Connection, event_id: int, job_id: str, target: str, kind: str, payload: Mapping[str, Any], now: float
-) -> None:
-    """Store a notification that is due at once, unless *target* has one of this event already."""
-    row = {"event_id": event_id, "job_id": job_id, "target": target, "kind": kind, "payload": dump(payload)}
-    row |= {"state": "due", "tries": 0, "next_at": now, "last_error": "", "created_at": now}
-    insert(connection, "notifications", row, conflict="ON CONFLICT (event_id, target) DO NOTHING")
 
 
 def due(connection: Connection, now: float, limit: int) -> list[Notification]:
@@ -125,61 +113,3 @@ def revive(connection: Connection, job_id: str, now: float) -> int:
 def counts(connection: Connection) -> dict[str, int]:
     """Return the number of notifications by state."""
     return dict(connection.tuples("SELECT state, count(*) FROM notifications GROUP BY state"))
-
-
-# The word of each event first, then others under which it is subscribed to.
-_WORDS: Mapping[Kind, tuple[str, ...]] = {
-    Kind.RUNNING: ("start",),
-    Kind.REQUEUED: ("requeue",),
-    Kind.RETRY: ("requeue",),
-    Kind.STALLED: ("stall",),
-    Kind.JOB_SUCCEEDED: ("success", "end"),
-    Kind.JOB_FAILED: ("failure", "end"),
-    Kind.JOB_CANCELLED: ("cancelled", "end"),
-}
-_STATES = {Kind.JOB_SUCCEEDED: "SUCCEEDED", Kind.JOB_FAILED: "FAILED", Kind.JOB_CANCELLED: "CANCELLED"}
-
-
-def announce(connection: Connection, histories: Sequence[tuple[str, Sequence[Event]]], now: float) -> None:
-    """Put the messages of jobs' subscriptions about their events, which were just appended, into the outbox."""
-    told = {job_id: events for job_id, events in histories if any(event.kind in _WORDS for event in events)}
-    for condition, parameters in conditions(list(told)):
-        rows = connection.tuples(
-            "SELECT j.id, j.name, j.cluster, j.owner, j.project, j.attempt, j.spec FROM jobs j "  # noqa: S608
-            f"WHERE {condition} AND j.spec LIKE :subscribed",
-            parameters | {"subscribed": '%"notify":[{%'},  # canonical JSON; most jobs have no subscription
-        )
-        for row in rows:
-            _announce(connection, row, told[row[0]], now)
-
-
-def _announce(connection: Connection, row: Sequence[Any], events: Sequence[Event], now: float) -> None:
-    job_id, name, cluster, owner, project, attempt, text = row
-    subscriptions = json.loads(text)["notify"]
-    ids = connection.tuples(
-        "SELECT id FROM events WHERE job_id = :id ORDER BY id DESC LIMIT :count", {"id": job_id, "count": len(events)}
-    )
-    about = {"job": job_id, "name": name, "cluster": cluster, "owner": owner, "project": project}
-    for (event_id,), event in zip(reversed(ids), events, strict=True):
-        if not (words := _WORDS.get(event.kind)):
-            continue
-        payload = {
-            **about,
-            "event": words[0],
-            "state": _STATES.get(event.kind, ""),
-            "attempt": event.attempt or attempt,
-            "at": now,
-            "reason": str(event.data.get("reason") or ""),
-        }
-        for target in _listeners(subscriptions, words):
-            put(connection, event_id, job_id, target, words[0], payload, now)
-
-
-def _listeners(subscriptions: Iterable[Mapping[str, object]], words: Sequence[str]) -> list[str]:
-    found = (str(entry["to"]) for entry in subscriptions if not set(map(str, _events(entry))).isdisjoint(words))
-    return list(dict.fromkeys(found))
-
-
-def _events(entry: Mapping[str, object]) -> Sequence[object]:
-    events = entry["on"]
-    return events if isinstance(events, list) else []

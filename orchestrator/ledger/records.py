@@ -1,14 +1,15 @@
-"""Rows of the ledger as values."""
+"""Rows of the ledger as values, and the queries by which reads and transactions get them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from orc.launchers.ids import AttemptId
+from orc.orchestrator.ledger.database import Connection, batches, one_of
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, JobState, Position
 
 R = TypeVar("R")
@@ -304,3 +305,108 @@ def _numbers(args: Any) -> Iterator[tuple[str, float]]:
             continue
         if name and number == number:
             yield name.lstrip("-").replace("-", "_"), number
+
+
+_MACHINE_KEYS = ("instance_type", "accelerator_type", "type")
+
+
+def machine_of(options: Mapping[str, Any]) -> str:
+    """Return the type of machine that *options* of a job or a cluster name; empty where they name none."""
+    named = (options.get(key) for key in _MACHINE_KEYS)
+    return next((value[:255] for value in named if isinstance(value, str)), "")
+
+
+def columns_of_attempt(job: Mapping[str, str], hosts: int) -> dict[str, Any]:
+    """Return the columns by which the use of an attempt of *job* on *hosts* is added up: they are beside its times, so
+    that no job and no specification is read for a sum. *job* is its row: cluster, backend, owner, project and spec.
+    """
+    resources = json.loads(job["spec"]).get("resources") or {}
+    least = int(str(resources.get("nodes", 1)).partition(":")[0])
+    return {
+        **{name: job[name] for name in ("cluster", "owner", "project")},
+        "nodes": hosts or least,
+        "gpus_per_node": int(resources.get("gpus_per_node") or 0),
+        "machine": machine_of(resources.get("options", {}).get(job["backend"], {})),
+    }
+
+
+_JOB_COLUMNS = JobRecord.COLUMNS.split(", ")
+_COLUMNS = ", ".join([*(f"j.{c}" for c in _JOB_COLUMNS), *(f"a.{c}" for c in AttemptRecord.COLUMNS.split(", "))])
+
+
+def conditions(
+    job_ids: Sequence[str] | None, states: Collection[JobState] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """SQL conditions, each with its parameters, that together choose these jobs (all of them without *job_ids*) in one
+    of *states* (in any without)."""
+    in_state, parameters = one_of("j.state", map(str, sorted(states))) if states else ("1 = 1", {})
+    if job_ids is None:
+        yield in_state, parameters
+        return
+    for some in batches(job_ids):
+        chosen, ids = one_of("j.id", some)
+        yield f"{in_state} AND {chosen}", parameters | ids
+
+
+def read_jobs(connection: Connection, condition: str, parameters: Mapping[str, Any]) -> list[JobRecord]:
+    """Return the jobs of ``j`` (with their newest attempts ``a``) that meet *condition*."""
+    # One statement, so that the job and its attempt belong together on every database and isolation level. Only
+    # column names and placeholders are put into the text; all values are parameters.
+    rows = connection.tuples(
+        f"SELECT {_COLUMNS} FROM jobs j LEFT JOIN attempts a ON a.job_id = j.id AND a.number = j.attempt "  # noqa: S608
+        f"WHERE {condition}",
+        parameters,
+    )
+    split = len(_JOB_COLUMNS)
+    return [
+        JobRecord.from_row(row[:split], AttemptRecord.from_row(row[split:]) if row[split] is not None else None)
+        for row in rows
+    ]
+
+
+def jobs_of(connection: Connection, job_ids: Sequence[str]) -> list[JobRecord]:
+    """Return these jobs, in no order; unknown ids are left out."""
+    found: list[JobRecord] = []
+    for condition, parameters in conditions(job_ids):
+        found += read_jobs(connection, condition, parameters)
+    return found
+
+
+def select_jobs(connection: Connection, columns: str, job_ids: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Return *columns* of these jobs ``j``, in no order."""
+    found: list[tuple[Any, ...]] = []
+    for condition, parameters in conditions(job_ids):
+        found += connection.tuples(f"SELECT {columns} FROM jobs j WHERE {condition}", parameters)  # noqa: S608
+    return found
+
+
+def read_events(connection: Connection, condition: str, parameters: Mapping[str, Any]) -> list[EventRecord]:
+    """Return the events that meet *condition*, in its order."""
+    rows = connection.tuples(
+        f"SELECT id, job_id, attempt, at, kind, data FROM events WHERE {condition}",  # noqa: S608
+        parameters,
+    )
+    return [EventRecord(id_, job, attempt, at, kind, json.loads(data)) for id_, job, attempt, at, kind, data in rows]
+
+
+def read_reservations(connection: Connection, cluster: str | None, job_id: str | None) -> list[Reservation]:
+    """Reservations of a cluster, of a job, or all; those of a job by attempt and node."""
+    wanted = {"cluster": cluster, "job_id": job_id}
+    chosen = {name: value for name, value in wanted.items() if value is not None}
+    where = " AND ".join(f"{name} = :{name}" for name in chosen) or "1 = 1"
+    order = "attempt, node" if job_id is not None else "cluster, host, at, job_id, node"
+    rows = connection.tuples(
+        "SELECT cluster, host, job_id, attempt, node, slots, at FROM reservations "  # noqa: S608
+        f"WHERE {where} ORDER BY {order}",
+        chosen,
+    )
+    return [Reservation(*row) for row in rows]
+
+
+def read_failed_hosts(connection: Connection, job_id: str) -> dict[int, tuple[str, ...]]:
+    """Hosts to blame for node failures of the job, by attempt."""
+    found: dict[int, tuple[str, ...]] = {}
+    query = "SELECT attempt, host FROM culprits WHERE job_id = :id ORDER BY attempt, host"
+    for number, host in connection.tuples(query, {"id": job_id}):
+        found[number] = (*found.get(number, ()), host)
+    return found

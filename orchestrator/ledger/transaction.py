@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orc.orchestrator.ledger import sealed_secrets, usage
 from orc.orchestrator.ledger.database import Conflict, Connection, insert
 from orc.orchestrator.ledger.lifecycle import Event, IllegalTransition, Kind, Position, advance
-from orc.orchestrator.ledger.outbox import announce
-from orc.orchestrator.ledger.queries import jobs_of, read_failed_hosts, read_jobs, read_reservations, select_jobs
-from orc.orchestrator.ledger.records import JobRecord, JobUpdate, NewJob, QueueEntry, Reservation, dump
+from orc.orchestrator.ledger.records import (
+    JobRecord,
+    JobUpdate,
+    NewJob,
+    QueueEntry,
+    Reservation,
+    columns_of_attempt,
+    conditions,
+    dump,
+    jobs_of,
+    read_failed_hosts,
+    read_jobs,
+    read_reservations,
+    select_jobs,
+)
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Placement
@@ -117,7 +129,7 @@ class Transaction:
             self._update_job(batch, job, changed)
             row = {"job_id": job.id, "number": number, "marker": marker, "state": str(after.attempt), "reason": ""}
             row |= {"plan_digest": plan_digest, "prepared_at": self.now, "restarts": 0}
-            row |= usage.columns_of_attempt({**vars(job), "spec": specs[job.id]}, len(hosts))
+            row |= columns_of_attempt({**vars(job), "spec": specs[job.id]}, len(hosts))
             rows.append({**row, "hosts": dump(list(hosts)), "progress": "{}"})
             histories.append((job.id, [event]))
         batch.run(self.connection)
@@ -271,3 +283,70 @@ class Batch:
         """Run all, in the order in which their texts came first."""
         for sql, parameters in self._parameters.items():
             connection.executemany(sql, parameters)
+
+
+# The word of each event first, then others under which it is subscribed to.
+_WORDS: Mapping[Kind, tuple[str, ...]] = {
+    Kind.RUNNING: ("start",),
+    Kind.REQUEUED: ("requeue",),
+    Kind.RETRY: ("requeue",),
+    Kind.STALLED: ("stall",),
+    Kind.JOB_SUCCEEDED: ("success", "end"),
+    Kind.JOB_FAILED: ("failure", "end"),
+    Kind.JOB_CANCELLED: ("cancelled", "end"),
+}
+_STATES = {Kind.JOB_SUCCEEDED: "SUCCEEDED", Kind.JOB_FAILED: "FAILED", Kind.JOB_CANCELLED: "CANCELLED"}
+
+
+def announce(connection: Connection, histories: Sequence[tuple[str, Sequence[Event]]], now: float) -> None:
+    """Put the messages of jobs' subscriptions about their events, which were just appended, into the outbox."""
+    told = {job_id: events for job_id, events in histories if any(event.kind in _WORDS for event in events)}
+    for condition, parameters in conditions(list(told)):
+        rows = connection.tuples(
+            "SELECT j.id, j.name, j.cluster, j.owner, j.project, j.attempt, j.spec FROM jobs j "  # noqa: S608
+            f"WHERE {condition} AND j.spec LIKE :subscribed",
+            parameters | {"subscribed": '%"notify":[{%'},  # canonical JSON; most jobs have no subscription
+        )
+        for row in rows:
+            _announce(connection, row, told[row[0]], now)
+
+
+def _announce(connection: Connection, row: Sequence[Any], events: Sequence[Event], now: float) -> None:
+    job_id, name, cluster, owner, project, attempt, text = row
+    subscriptions = json.loads(text)["notify"]
+    ids = connection.tuples(
+        "SELECT id FROM events WHERE job_id = :id ORDER BY id DESC LIMIT :count", {"id": job_id, "count": len(events)}
+    )
+    about = {"job": job_id, "name": name, "cluster": cluster, "owner": owner, "project": project}
+    for (event_id,), event in zip(reversed(ids), events, strict=True):
+        if not (words := _WORDS.get(event.kind)):
+            continue
+        payload = {
+            **about,
+            "event": words[0],
+            "state": _STATES.get(event.kind, ""),
+            "attempt": event.attempt or attempt,
+            "at": now,
+            "reason": str(event.data.get("reason") or ""),
+        }
+        for target in _listeners(subscriptions, words):
+            put(connection, event_id, job_id, target, words[0], payload, now)
+
+
+def _listeners(subscriptions: Iterable[Mapping[str, object]], words: Sequence[str]) -> list[str]:
+    found = (str(entry["to"]) for entry in subscriptions if not set(map(str, _events(entry))).isdisjoint(words))
+    return list(dict.fromkeys(found))
+
+
+def _events(entry: Mapping[str, object]) -> Sequence[object]:
+    events = entry["on"]
+    return events if isinstance(events, list) else []
+
+
+def put(
+    connection: Connection, event_id: int, job_id: str, target: str, kind: str, payload: Mapping[str, Any], now: float
+) -> None:
+    """Store a notification that is due at once, unless *target* has one of this event already."""
+    row = {"event_id": event_id, "job_id": job_id, "target": target, "kind": kind, "payload": dump(payload)}
+    row |= {"state": "due", "tries": 0, "next_at": now, "last_error": "", "created_at": now}
+    insert(connection, "notifications", row, conflict="ON CONFLICT (event_id, target) DO NOTHING")

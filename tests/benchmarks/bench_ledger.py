@@ -30,8 +30,8 @@ from orc.orchestrator.engine.submission import new_submission, submit
 from orc.orchestrator.ledger import usage
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.prune import PruneRule, prune
-from orc.orchestrator.ledger.queries import JobFilter
 from orc.orchestrator.ledger.records import NewJob
+from orc.orchestrator.ledger.store import JobFilter
 
 
 def median_of(rounds: int, action: Callable[[], object]) -> float:

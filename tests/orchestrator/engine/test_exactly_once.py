@@ -49,7 +49,7 @@ from orc.orchestrator.engine import orphans, steps
 from orc.orchestrator.engine.admission import is_met
 from orc.orchestrator.engine.job_source import take
 from orc.orchestrator.engine.submission import Submission, submit, submit_group
-from orc.orchestrator.ledger import groups, ledger_file
+from orc.orchestrator.ledger import database, groups
 from orc.orchestrator.ledger.groups import GroupRecord
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 
@@ -144,7 +144,7 @@ class Lives(RuleBasedStateMachine):
         self.context.enter_context(simulated(self.machines, url, self.new_job_id))
         self.disk_is_full = False
         free = lambda _: 0 if self.disk_is_full else 1 << 40  # noqa: E731
-        self.context.enter_context(mock.patch.object(ledger_file, "_free", free))
+        self.context.enter_context(mock.patch.object(database, "_free", free))
         self.counted["lives"] += 1
         for machine in self.machines.values():
             machine.pass_time = self.world.pass_time

@@ -14,7 +14,7 @@ from hosts_testbed import eventually
 
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
-from orc.orchestrator.ledger import audit, content_holders, ledger_file
+from orc.orchestrator.ledger import audit, content_holders, database
 from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.service.housekeeping import keep_house
@@ -143,8 +143,8 @@ def test_where_no_file_can_be_made_although_space_is_free_jobs_are_still_seen_an
 def disk(monkeypatch):
     """``disk["full"] = True``."""
     is_full = {"full": False}
-    free = ledger_file._free
-    monkeypatch.setattr(ledger_file, "_free", lambda status: 0 if is_full["full"] else free(status))
+    free = database._free
+    monkeypatch.setattr(database, "_free", lambda status: 0 if is_full["full"] else free(status))
     return is_full
 
 
@@ -191,10 +191,10 @@ def test_some_space_is_kept_back_and_given_up_where_there_is_none(tmp_path, monk
     open_database(tmp_path).close()
     kept = tmp_path / "ledger.db.reserve"
     status = kept.stat()
-    assert (status.st_size, stat.S_IMODE(status.st_mode)) == (ledger_file.RESERVE_BYTES, 0o600)
-    assert status.st_blocks * 512 >= ledger_file.RESERVE_BYTES
-    monkeypatch.setattr(ledger_file, "_free", lambda _: ledger_file.RESERVE_BYTES * (not kept.exists()))
-    assert ledger_file.unwritable(tmp_path / "ledger.db") == ""
+    assert (status.st_size, stat.S_IMODE(status.st_mode)) == (database.RESERVE_BYTES, 0o600)
+    assert status.st_blocks * 512 >= database.RESERVE_BYTES
+    monkeypatch.setattr(database, "_free", lambda _: database.RESERVE_BYTES * (not kept.exists()))
+    assert database.unwritable(tmp_path / "ledger.db") == ""
     assert not kept.exists()
     open_database(tmp_path).close()
     assert not kept.exists()
@@ -204,4 +204,4 @@ def test_a_file_system_that_does_not_say_how_large_it_is_is_not_full(tmp_path, m
     silent = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: silent)
     (tmp_path / "ledger.db").touch()
-    assert ledger_file.unwritable(tmp_path / "ledger.db") == ""
+    assert database.unwritable(tmp_path / "ledger.db") == ""

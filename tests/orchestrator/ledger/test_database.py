@@ -104,7 +104,7 @@ def test_an_error_of_sqlite_takes_the_transaction_back_and_names_the_file(opened
 def test_who_waits_says_so_once_and_waits_on(opened, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(ledger_database, "SILENT_S", 0.02)
     monkeypatch.setattr(ledger_database, "BUSY_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("orc.orchestrator.ledger.ledger_file.holders", lambda path: [f"one of {path.name}", "another"])
+    monkeypatch.setattr("orc.orchestrator.ledger.database.holders", lambda path: [f"one of {path.name}", "another"])
     ran = []
     opened._raw.set_trace_callback(ran.append)
     with locked(tmp_path / "ledger.db"), pytest.raises(LedgerError, match="database is locked"):
@@ -115,7 +115,7 @@ def test_who_waits_says_so_once_and_waits_on(opened, tmp_path, monkeypatch, capl
     held = "held by one of ledger.db, another"
     assert (said.name, said.levelname) == ("orc", "WARNING")
     assert said.getMessage() == f"waiting for the ledger {tmp_path}/ledger.db, {held}"
-    monkeypatch.setattr("orc.orchestrator.ledger.ledger_file.holders", lambda path: [])
+    monkeypatch.setattr("orc.orchestrator.ledger.database.holders", lambda path: [])
     with locked(tmp_path / "ledger.db"), pytest.raises(LedgerError):
         put(opened, "a")
     assert caplog.records[1].getMessage() == f"waiting for the ledger {tmp_path}/ledger.db"
@@ -141,7 +141,7 @@ def test_who_has_said_that_it_waits_has_all_its_patience_left(opened, tmp_path, 
     monkeypatch.setattr(ledger_database, "SILENT_S", 0.02)
     holder = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
-    monkeypatch.setattr("orc.orchestrator.ledger.ledger_file.holders", lambda path: list(holder.execute("COMMIT")))
+    monkeypatch.setattr("orc.orchestrator.ledger.database.holders", lambda path: list(holder.execute("COMMIT")))
     with opened.write() as connection:
         assert connection.tuples("PRAGMA busy_timeout") == [(120_000,)]
     holder.close()
@@ -150,7 +150,7 @@ def test_who_has_said_that_it_waits_has_all_its_patience_left(opened, tmp_path, 
 def test_a_look_that_was_begun_in_vain_leaves_no_transaction_open(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger_database, "SILENT_S", 0.02)
     monkeypatch.setattr(ledger_database, "BUSY_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(ledger_database.ledger_file, "network_file_system", lambda _: "nfs4")
+    monkeypatch.setattr(ledger_database, "network_file_system", lambda _: "nfs4")
     shared = open_database(tmp_path)  # with a rollback journal, a writer keeps readers out
     with locked(tmp_path / "ledger.db", "BEGIN EXCLUSIVE"), pytest.raises(LedgerError, match="locked"):
         keys(shared)
@@ -210,7 +210,7 @@ def connections(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sqlite3, "connect", pretended)
     monkeypatch.setattr(ledger_database, "time", SimpleNamespace(monotonic=lambda: 100.0 + state.now, sleep=sleep))
-    monkeypatch.setattr("orc.orchestrator.ledger.ledger_file.holders", lambda path: [])
+    monkeypatch.setattr("orc.orchestrator.ledger.database.holders", lambda path: [])
     return state
 
 

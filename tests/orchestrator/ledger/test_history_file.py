@@ -18,10 +18,9 @@ from orc.orchestrator.ledger.history_import import InvalidImport, import_history
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.prune import PruneRule, prune
-from orc.orchestrator.ledger.queries import JobFilter
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.schedules import ScheduleRecord
-from orc.orchestrator.ledger.store import Ledger
+from orc.orchestrator.ledger.store import JobFilter, Ledger
 from orc.orchestrator.ledger.tokens import TokenRecord
 from orc.orchestrator.ledger.usage import Quota
 

@@ -8,8 +8,8 @@ from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger import queries
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.prune import PruneRule, prunable
-from orc.orchestrator.ledger.queries import InvalidCursor, JobFilter
 from orc.orchestrator.ledger.records import NewJob
+from orc.orchestrator.ledger.store import InvalidCursor, JobFilter
 from orc.orchestrator.views import JobRow
 
 

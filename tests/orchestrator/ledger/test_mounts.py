@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from orc.orchestrator.ledger import database, ledger_file
+from orc.orchestrator.ledger import database
 from orc.orchestrator.ledger.database import SqliteDatabase
 from orc.orchestrator.ledger.opening import open_database
 
@@ -33,23 +33,19 @@ TABLE = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
     ],
 )
 def test_the_innermost_and_newest_mount_holds_the_path(path, kind):
-    assert ledger_file.kind_of(path, TABLE) == kind
+    assert database.kind_of(path, TABLE) == kind
 
 
 def test_only_file_systems_that_other_machines_write_to_count(tmp_path):
     table = tmp_path / "mountinfo"
     table.write_text(TABLE)
-    found = [
-        ledger_file.network_file_system(ledger_file.Path(path), table) for path in ("/home/x", "/home/local", "/tmp")
-    ]
+    found = [database.network_file_system(database.Path(path), table) for path in ("/home/x", "/home/local", "/tmp")]
     assert found == ["nfs4", None, None]
-    assert ledger_file.network_file_system(tmp_path, tmp_path / "nothing") is None
+    assert database.network_file_system(tmp_path, tmp_path / "nothing") is None
 
 
 def test_this_machine_s_own_table_can_be_read():
-    assert (
-        ledger_file.kind_of(os.path.realpath("/proc"), ledger_file.Path("/proc/self/mountinfo").read_text()) == "proc"
-    )
+    assert database.kind_of(os.path.realpath("/proc"), database.Path("/proc/self/mountinfo").read_text()) == "proc"
 
 
 def journal_mode(opened: SqliteDatabase) -> str:
@@ -61,7 +57,7 @@ def test_a_ledger_on_a_network_file_system_has_a_rollback_journal(tmp_path, monk
     local = open_database(tmp_path)
     assert (journal_mode(local), local.network) == ("wal", None)
     local.close()
-    monkeypatch.setattr(database.ledger_file, "network_file_system", lambda _: "nfs4")
+    monkeypatch.setattr(database, "network_file_system", lambda _: "nfs4")
     shared = open_database(tmp_path)
     assert (journal_mode(shared), shared.network) == ("delete", "nfs4")
     assert {path.name for path in tmp_path.iterdir()} == {"ledger.db", "ledger.db.reserve"}
@@ -71,9 +67,9 @@ def test_a_ledger_on_a_network_file_system_has_a_rollback_journal(tmp_path, monk
 WRITERS = """
 import sys
 from pathlib import Path
-from orc.orchestrator.ledger import ledger_file
+from orc.orchestrator.ledger import database
 from orc.orchestrator.ledger.opening import open_database
-ledger_file.network_file_system = lambda _: "nfs4"
+database.network_file_system = lambda _: "nfs4"
 opened = open_database(Path(sys.argv[1]))
 opened._raw.execute("PRAGMA foreign_keys = OFF")  # tags of no job are enough here
 for n in range(30):

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from orc.orchestrator.ledger import database as ledger_database
-from orc.orchestrator.ledger.database import HEAD, LedgerError
-from orc.orchestrator.ledger.ledger_file import holders
+from orc.orchestrator.ledger.database import HEAD, LedgerError, holders
 from orc.orchestrator.ledger.opening import open_database
 
 

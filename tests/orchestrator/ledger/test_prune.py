@@ -12,9 +12,8 @@ from orc.orchestrator.ledger.groups import Dependency, GroupRecord
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.prune import PruneReport, PruneRule, prune, was_pruned, would_prune
-from orc.orchestrator.ledger.queries import JobFilter
 from orc.orchestrator.ledger.records import NewJob
-from orc.orchestrator.ledger.store import Ledger
+from orc.orchestrator.ledger.store import JobFilter, Ledger
 
 DAY = 86400.0
 TABLES = (

@@ -11,9 +11,8 @@ from orc.launchers.backends.base import Placement
 from orc.orchestrator.ledger.database import one_of
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, Event, Kind
 from orc.orchestrator.ledger.opening import open_database
-from orc.orchestrator.ledger.queries import JobFilter, conditions
-from orc.orchestrator.ledger.records import EventRecord, NewJob, Reservation
-from orc.orchestrator.ledger.store import Ledger
+from orc.orchestrator.ledger.records import EventRecord, NewJob, Reservation, conditions
+from orc.orchestrator.ledger.store import JobFilter, Ledger
 
 
 @pytest.fixture

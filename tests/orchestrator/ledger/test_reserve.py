@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from orc.orchestrator.ledger import ledger_file
-from orc.orchestrator.ledger.ledger_file import holders, pids
+from orc.orchestrator.ledger import database
+from orc.orchestrator.ledger.database import holders, pids
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -34,43 +34,43 @@ def file(tmp_path):
 @pytest.mark.parametrize(("free", "why"), [(256, ""), (255, "its disk is full")])
 def test_a_disk_is_full_without_room_for_the_changes_of_one_command(disk, file, free, why):
     disk.f_bavail = free
-    assert ledger_file.unwritable(file) == why
+    assert database.unwritable(file) == why
     assert set(disk.asked) == {file.parent}
 
 
 def test_what_is_kept_for_the_superuser_counts_for_the_superuser(disk, file, monkeypatch):
     disk.f_bavail = 0
-    assert ledger_file.unwritable(file) == "its disk is full"
+    assert database.unwritable(file) == "its disk is full"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert ledger_file.unwritable(file) == ""
+    assert database.unwritable(file) == ""
 
 
 def test_a_file_system_of_unknown_size_has_room(disk, file):
     disk.f_bavail = disk.f_blocks = 0
-    assert ledger_file.unwritable(file) == ""
-    ledger_file.keep(file)
+    assert database.unwritable(file) == ""
+    database.keep_reserve(file)
     assert file.with_name("ledger.db.reserve").exists()
 
 
 def test_a_read_only_file_system_is_told_before_anything_is_given_up(disk, file):
-    ledger_file.keep(file)
+    database.keep_reserve(file)
     disk.f_flag, disk.f_bavail = os.ST_RDONLY | os.ST_NOSUID, 0
-    assert ledger_file.unwritable(file) == "its file system is read-only"
+    assert database.unwritable(file) == "its file system is read-only"
     assert file.with_name("ledger.db.reserve").exists()
     disk.f_flag = os.ST_NOSUID
-    assert ledger_file.unwritable(file) == "its disk is full"
+    assert database.unwritable(file) == "its disk is full"
 
 
 def test_the_reserve_is_given_up_only_where_there_is_no_room(disk, file, monkeypatch):
-    ledger_file.keep(file)
+    database.keep_reserve(file)
     kept = file.with_name("ledger.db.reserve")
     disk.f_bavail = 256
-    assert ledger_file.unwritable(file) == ""
+    assert database.unwritable(file) == ""
     assert kept.exists()
     room = SimpleNamespace(f_bavail=256, f_bfree=256, f_frsize=KIB, f_flag=0, f_blocks=1 << 21)
     full = SimpleNamespace(f_bavail=0, f_bfree=0, f_frsize=KIB, f_flag=0, f_blocks=1 << 21)
     monkeypatch.setattr(os, "statvfs", lambda path: full if kept.exists() else room)
-    assert ledger_file.unwritable(file) == "", "what was given up is enough"
+    assert database.unwritable(file) == "", "what was given up is enough"
     assert not kept.exists()
 
 
@@ -78,20 +78,20 @@ def test_the_reserve_is_given_up_only_where_there_is_no_room(disk, file, monkeyp
 def test_a_file_of_somebody_else_may_not_be_written(disk, file, monkeypatch, refused):
     shut = file if refused == "ledger.db" else file.parent
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.W_OK and path != shut)
-    assert ledger_file.unwritable(file) == "you may not write it"
+    assert database.unwritable(file) == "you may not write it"
     file.unlink()
-    assert ledger_file.unwritable(file) == "", "what does not exist is made first"
+    assert database.unwritable(file) == "", "what does not exist is made first"
 
 
 def test_a_directory_that_is_not_there_shows_when_it_is_opened(tmp_path):
-    assert ledger_file.unwritable(tmp_path / "missing" / "ledger.db") == ""
-    ledger_file.keep(tmp_path / "missing" / "ledger.db")
+    assert database.unwritable(tmp_path / "missing" / "ledger.db") == ""
+    database.keep_reserve(tmp_path / "missing" / "ledger.db")
 
 
 @pytest.mark.parametrize(("free", "kept"), [(64 * KIB, True), (64 * KIB - 1, False)])
 def test_space_is_kept_back_only_where_there_is_plenty(disk, file, free, kept):
     disk.f_bavail = free
-    ledger_file.keep(file)
+    database.keep_reserve(file)
     assert file.with_name("ledger.db.reserve").exists() == kept
     assert set(disk.asked) == {file.parent}
 
@@ -102,14 +102,14 @@ def test_the_reserve_is_private_cannot_be_compressed_and_is_made_once(disk, file
     monkeypatch.setattr(os, "open", lambda *arguments: opened.append(arguments) or real(*arguments))
     kept = file.with_name("ledger.db.reserve")
     before = len(os.listdir("/proc/self/fd"))
-    ledger_file.keep(file)
+    database.keep_reserve(file)
     assert len(os.listdir("/proc/self/fd")) == before, "nothing stays open"
     content = kept.read_bytes()
     assert (len(content), len(set(content))) == (MIB, 256)
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     assert opened == [(kept, flags, 0o600)], "new, and nothing that this process starts inherits it"
-    ledger_file.keep(file)
+    database.keep_reserve(file)
     assert kept.read_bytes() == content
 
 
@@ -132,7 +132,7 @@ def quota(file, monkeypatch):
 
 def test_a_small_private_file_is_tried_that_leaves_nothing_behind(disk, file, quota):
     before = len(os.listdir("/proc/self/fd"))
-    assert ledger_file.unwritable(file) == ""
+    assert database.unwritable(file) == ""
     assert len(os.listdir("/proc/self/fd")) == before
     ((trial, flags, mode),) = quota.opened
     assert (flags, mode) == (os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
@@ -143,15 +143,15 @@ def test_a_small_private_file_is_tried_that_leaves_nothing_behind(disk, file, qu
 
 
 def test_where_a_quota_is_used_up_the_reserve_is_given_up_before_that_is_told(disk, file, quota):
-    ledger_file.keep(file)
+    database.keep_reserve(file)
     kept = file.with_name("ledger.db.reserve")
     quota.errors = [OSError(errno.EDQUOT, "Disk quota exceeded")]
-    assert ledger_file.unwritable(file) == "", "what was given up is enough"
+    assert database.unwritable(file) == "", "what was given up is enough"
     assert not kept.exists()
     quota.errors = [OSError(errno.EDQUOT, "Disk quota exceeded")] * 2
-    assert ledger_file.unwritable(file) == "nothing can be written beside it: Disk quota exceeded"
+    assert database.unwritable(file) == "nothing can be written beside it: Disk quota exceeded"
     quota.errors = [OSError("odd")] * 2
-    assert ledger_file.unwritable(file) == "nothing can be written beside it: odd"
+    assert database.unwritable(file) == "nothing can be written beside it: odd"
     assert list(file.parent.iterdir()) == [file]
 
 

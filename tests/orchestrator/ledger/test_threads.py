@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from orc.orchestrator.ledger.opening import open_database
-from orc.orchestrator.ledger.queries import JobFilter
 from orc.orchestrator.ledger.records import NewJob
-from orc.orchestrator.ledger.store import Ledger
+from orc.orchestrator.ledger.store import JobFilter, Ledger
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
@@ -40,7 +39,7 @@ CODE = """
 import sys, threading, time
 from pathlib import Path
 from orc.orchestrator.ledger.opening import open_database
-from orc.orchestrator.ledger.queries import JobFilter
+from orc.orchestrator.ledger.store import JobFilter
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.store import Ledger
 def work(name):
