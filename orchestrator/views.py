@@ -228,7 +228,7 @@ class JobView(View):
 
 @dataclass(frozen=True, slots=True)
 class JobRow(View):
-    """A job in a list. Its fields are in the order of `orc.orchestrator.ledger.queries.read_rows`."""
+    """A job in a list. Its fields are in the order of `orc.orchestrator.ledger.store.read_rows`."""
 
     id: str
     name: str

@@ -135,7 +135,7 @@ def read_queue(session: LedgerSession, name: Name) -> QueueReport:
 @call("GET", "/quotas", shows=Kind.SERVICE)
 def list_quotas(session: LedgerSession) -> Quotas:
     """Return what users and projects may use at a time, and what they use now."""
-    from orc.orchestrator.engine.limits import use_of_quotas
+    from orc.orchestrator.engine.queueing import use_of_quotas
 
     return Quotas([QuotaView(*quota, used) for quota, used in use_of_quotas(session.workspace)])
 
@@ -149,12 +149,12 @@ def set_quota(
     amount: Annotated[float | None, Bounds("Without one it is removed", ge=0, le=1e12)] = None,
 ) -> Quotas:
     """Set or remove a quota; return all."""
-    from orc.orchestrator.ledger import usage
+    from orc.orchestrator.engine import queueing
 
     with session.workspace.ledger.transaction() as tx:
         if amount is None:
-            usage.remove_quota(tx.connection, scope, name, resource)
+            queueing.remove_quota(tx.connection, scope, name, resource)
         else:
-            usage.put_quota(tx.connection, usage.Quota(scope, name, resource, amount))
+            queueing.put_quota(tx.connection, queueing.Quota(scope, name, resource, amount))
     session.caller.note(f"{scope} {name}", resource=resource, amount=amount)
     return list_quotas(session)

@@ -209,8 +209,8 @@ def add_up_costs(
     until: Time = None,
 ) -> Costs:
     """Return hours of nodes and GPUs, and what they cost by the prices of clusters.yaml."""
+    from orc.orchestrator.engine.usage import read_use
     from orc.orchestrator.insight.costs import add_up, check_way
-    from orc.orchestrator.ledger.usage import read_use
 
     check_way(by)
     ws = session.workspace

@@ -60,7 +60,7 @@ def _check_cancelled(session: LedgerSession, ids: Sequence[str], report: PassRep
 
 def request(session: LedgerSession, job_id: str, grace_s: float) -> None:
     """Write down that a job is to be cancelled; passes do it."""
-    from orc.orchestrator.engine import job_files
+    from orc.orchestrator.engine.submission import note_cancelled
 
     while True:
         try:
@@ -75,7 +75,7 @@ def request(session: LedgerSession, job_id: str, grace_s: float) -> None:
                     # A second request may come with another grace: it is passed on as well.
                     attempt_set={"cancel_sent_at": None},
                 )
-            job_files.note_cancelled(session.workspace.state_dir, job_id)
+            note_cancelled(session.workspace.state_dir, job_id)
             return
         except Conflict:
             continue

@@ -43,7 +43,7 @@ def wait(
     """
     ids = [session.record(job_id).id for job_id in job_ids]
     if timeout_s is None:
-        from orc.orchestrator.engine.polling import FRESH_S
+        from orc.orchestrator.ledger.polls import FRESH_S
 
         return _wait(session, ids, None, on_change, lambda _: session.refresh(ids, max_age_s=FRESH_S) is not None)
     from orc.orchestrator.engine.passes import BackgroundPasses

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError, SpecError
-from orc.orchestrator.engine import job_secrets, limits
+from orc.orchestrator.engine import job_secrets, queueing
 from orc.orchestrator.engine.steps import apply
 from orc.orchestrator.ledger import groups
 from orc.orchestrator.ledger.database import one_of
@@ -196,14 +196,14 @@ class Admission:
                 return found
         self.admitted.append(job)
         if self.book is not None:
-            self.book.take(limits.demand_of(self.ws, self.tx.connection, job))
+            self.book.take(queueing.demand_of(self.ws, self.tx.connection, job))
         return ""
 
     @cached_property
-    def book(self) -> limits.Book | None:
+    def book(self) -> queueing.Book | None:
         """Limits and quotas, and what is taken of them; `None` where nothing is limited."""
         clusters = {job.cluster for job in self.jobs}
-        return limits.read_book(self.ws, self.tx.connection, self.tx.now, clusters, self.besides)
+        return queueing.read_book(self.ws, self.tx.connection, self.tx.now, clusters, self.besides)
 
     @cached_property
     def dependencies(self) -> dict[str, list[tuple[Dependency, JobState]]]:
@@ -286,7 +286,7 @@ def _max_parallel(look: Admission, job: JobRecord) -> str:
 def _limits(look: Admission, job: JobRecord) -> str:
     if look.book is None or (not look.book.quotas and job.cluster not in look.book.limits):
         return ""
-    return look.book.hold(limits.demand_of(look.ws, look.tx.connection, job))
+    return look.book.hold(queueing.demand_of(look.ws, look.tx.connection, job))
 
 
 CHECKS: tuple[Callable[[Admission, JobRecord], str], ...] = (_not_before, _dependencies, _max_parallel, _limits)

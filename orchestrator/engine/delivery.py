@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.secrets import redact
 from orc.orchestrator.engine import job_secrets, orphans
-from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt
-from orc.orchestrator.engine.queueing import room_backoff
+from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt, room_backoff
 from orc.orchestrator.engine.steps import Progress, apply, apply_all, fault_point, silent
 from orc.orchestrator.engine.updates import update_for_early_cancel, update_for_rejection
 from orc.orchestrator.ledger import leases

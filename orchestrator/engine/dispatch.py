@@ -16,9 +16,8 @@ from orc.launchers.errors import BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.ids import AttemptId
 from orc.orchestrator.engine import admission, delivery, job_secrets, orphans
 from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs, stored_spec, stored_specs
-from orc.orchestrator.engine.limits import is_limited
 from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt, RenderedPlan
-from orc.orchestrator.engine.queueing import queue_key, read_head_starts
+from orc.orchestrator.engine.queueing import is_limited, queue_key, read_head_starts
 from orc.orchestrator.engine.steps import PassReport, Progress, apply, fault_point, note_unreachable, silent, write_all
 from orc.orchestrator.engine.updates import update_for_early_cancel
 from orc.orchestrator.ledger import groups, leases

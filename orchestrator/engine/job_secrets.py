@@ -25,7 +25,6 @@ from orc.launchers.errors import LaunchError
 from orc.launchers.remote.files import write_file
 from orc.launchers.secrets import read_private, redact, resolve_secrets
 from orc.launchers.snapshot.tree_store import fsync_directory
-from orc.orchestrator.ledger import sealed_secrets
 from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.workspace import Workspace
 
@@ -66,8 +65,8 @@ def load_for(ws: Workspace, job_id: str, names: Sequence[str]) -> dict[str, str]
 
 def _decrypted(ws: Workspace, job_id: str) -> dict[str, str]:
     with ws.ledger.database.read() as connection:
-        ciphertext = sealed_secrets.find(connection, job_id)
-    return decrypt(ws.state_dir, job_id, ciphertext) if ciphertext else {}
+        rows = connection.tuples("SELECT sealed FROM sealed_secrets WHERE job_id = :job", {"job": job_id})
+    return decrypt(ws.state_dir, job_id, rows[0][0]) if rows else {}
 
 
 def load(state_dir: Path, job_id: str, names: Sequence[str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 Where users have accounts of their own, it is asked once for each account, about the jobs of its owner.
 
 A cluster that is asked over a network is asked by one process at a time, and not more often than its interval says
-(`orc.orchestrator.engine.polling`); the lease and the interval are its row of ``cluster_polls``.
+(`orc.orchestrator.ledger.polls`); the lease and the interval are its row of ``cluster_polls``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError, PartlyUnreachable
 from orc.launchers.ids import AttemptId
-from orc.orchestrator.engine import job_secrets, log_rules, polling
+from orc.orchestrator.engine import job_secrets, log_rules
 from orc.orchestrator.engine.attempt_inputs import attempt_inputs
 from orc.orchestrator.engine.placement import PlacementPlanner
 from orc.orchestrator.engine.steps import PassReport, fault_point, note_unreachable, what_of, write_all
@@ -94,7 +94,7 @@ def _poll_with_lease(
     jobs = _cancel_at(ws, access, jobs, report)
     before = _poll_of(ws, access)
     moved_at = max(job.updated_at for job in jobs)
-    if not polling.is_due(before, ws.clock(), moved_at=moved_at, max_age_s=urgency.max_age_s):
+    if not polls.is_due(before, ws.clock(), moved_at=moved_at, max_age_s=urgency.max_age_s):
         if before is not None and before.error:
             report.unreachable.setdefault(cluster, before.error)
         return
@@ -103,7 +103,7 @@ def _poll_with_lease(
             _await_answer(ws, access, before, report)
         return
     last = _poll_of(ws, access) or polls.ClusterPoll(cluster)
-    if last.polled_at != (before.polled_at if before else None) and not polling.is_due(
+    if last.polled_at != (before.polled_at if before else None) and not polls.is_due(
         last, ws.clock(), moved_at=moved_at, max_age_s=urgency.max_age_s
     ):
         with ws.ledger.database.write() as connection:
@@ -120,10 +120,10 @@ def _poll_with_lease(
         raise
     now, error = ws.clock(), own.unreachable.get(cluster)
     report.unreachable.update(own.unreachable)
-    interval = polling.next_interval(last.interval_s or 0.0, changed=changed, failed=error is not None)
+    interval = polls.next_interval(last.interval_s or 0.0, changed=changed, failed=error is not None)
     done = polls.ClusterPoll(
         cluster,
-        next_at=now + polling.spread(interval, random.random()),  # noqa: S311
+        next_at=now + polls.spread(interval, random.random()),  # noqa: S311
         interval_s=interval,
         polled_at=now,
         answered_at=last.answered_at if error else now,
@@ -142,7 +142,7 @@ def _poll_of(ws: Workspace, access: Access) -> polls.ClusterPoll | None:
 def _take_lease(ws: Workspace, access: Access) -> bool:
     cluster, account = access.cluster, access.account
     with ws.ledger.database.write() as connection:
-        return polls.take_lease(connection, cluster, ws.owner, ws.clock(), polling.LEASE_S, account)
+        return polls.take_lease(connection, cluster, ws.owner, ws.clock(), polls.LEASE_S, account)
 
 
 def _await_answer(ws: Workspace, access: Access, before: polls.ClusterPoll | None, report: PassReport) -> None:
@@ -211,16 +211,16 @@ def _seen(
     Raises what polling raises when nothing could be seen.
     """
     seen: dict[Handle, Observation] = {}
-    parts, broken, polls = [jobs], list[tuple[Sequence[JobRecord], Exception]](), 0
+    parts, broken, asked = [jobs], list[tuple[Sequence[JobRecord], Exception]](), 0
     while parts:
         part = parts.pop()
-        polls += 1
+        asked += 1
         try:
             seen.update(backend.poll([handles[job.id] for job in part]))
         except LaunchError:
             raise
         except Exception as error:  # noqa: BLE001 - a program in a job's account can write anything for us to read
-            if len(part) > 1 and polls < _MOST_POLLS:
+            if len(part) > 1 and asked < _MOST_POLLS:
                 parts += [part[: len(part) // 2], part[len(part) // 2 :]]
             else:
                 broken.append((part, error))

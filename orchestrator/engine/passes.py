@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from orc.orchestrator.engine import orphans, schedules
-from orc.orchestrator.engine.polling import FRESH_S
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
+from orc.orchestrator.ledger.polls import FRESH_S
 
 if TYPE_CHECKING:
     from pathlib import Path

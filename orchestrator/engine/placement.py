@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,14 +20,7 @@ from typing import TYPE_CHECKING
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.remote.files import write_file
 from orc.orchestrator.engine import admission
-from orc.orchestrator.engine.queueing import (
-    WaitingJob,
-    placement_in_order,
-    queue_key,
-    read_head_starts,
-    taken_slots,
-    waiting_reason,
-)
+from orc.orchestrator.engine.queueing import queue_key, read_head_starts
 from orc.orchestrator.engine.steps import Progress, fault_point, silent
 from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.lifecycle import JobState
@@ -36,13 +31,104 @@ if TYPE_CHECKING:
     from orc.launchers.ids import AttemptId
     from orc.launchers.plan import Plan
     from orc.launchers.spec import JobSpec
-    from orc.orchestrator.ledger.records import JobRecord
+    from orc.orchestrator.ledger.records import JobRecord, Reservation
     from orc.orchestrator.workspace import Workspace
 
 _LOOKED_AT = 10  # jobs that are read at once of those that are before one in the queue: mostly the first decides
 Place = tuple[
     float, int, str, str
 ]  # what decides about a job's place in the queue: when it was made, its priority, its owner, its id
+
+
+_ALL = 1 << 30  # more slots than any host has
+ROOM_BACKOFF_S = (2.0, 60.0)
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class WaitingJob:
+    """A job that waits for hosts."""
+
+    job: str
+    spec: JobSpec
+    avoid: Collection[str] = ()  # hosts that have failed it
+    in_hand: bool = False  # a process is placing it at this very moment
+
+
+def taken_slots(reservations: Iterable[Reservation], *, besides: str = "") -> dict[str, int]:
+    """Slots taken on each host by all jobs but *besides*."""
+    taken: Counter[str] = Counter()
+    for reservation in reservations:
+        if reservation.job != besides:
+            taken[reservation.host] += reservation.slots
+    return dict(taken)
+
+
+def placement_in_order(
+    backend: SupportsPlacement,
+    spec: JobSpec,
+    taken: Mapping[str, int],
+    *,
+    ahead: Iterable[WaitingJob] = (),
+    avoid: Collection[str] = (),
+) -> Placement:
+    """Hosts for a job of *spec*, while the jobs *ahead* (oldest first) wait too.
+
+    A job ahead that does not fit closes all hosts that it could run on; one that is in hand gets its hosts first. One
+    that would fit and that nobody has in hand is left to those who can send it, and stops nobody.
+
+    Raises `NoRoom` when the job has to wait, `RenderError` when the cluster can never carry it.
+    """
+    left: Counter[str] = Counter(taken)
+    closed: dict[str, str] = {}
+    mine = set(backend.candidates(spec))
+    for older in ahead:
+        if closed and mine <= closed.keys():
+            break  # nothing is left for it, whatever else waits
+        try:
+            placement = backend.place(older.spec, _with(left, closed), older.avoid)
+        except NoRoom:
+            for host in backend.candidates(older.spec):
+                closed.setdefault(host, older.job)
+        except LaunchError:
+            continue  # it will never run here, and its own dispatch says so
+        else:
+            if older.in_hand:
+                left.update(dict.fromkeys(placement.hosts, placement.slots))
+    if not closed:
+        return backend.place(spec, left, avoid)
+    try:
+        return backend.place(spec, _with(left, closed), avoid)
+    except NoRoom:
+        backend.place(spec, left, avoid)  # raises where the older jobs make no difference
+        first = next(job for job in closed.values())
+        raise NoRoom(f"{first} is older and waits for the same hosts") from None
+
+
+def _with(taken: Mapping[str, int], closed: Collection[str]) -> dict[str, int]:
+    return {**taken, **dict.fromkeys(closed, _ALL)}
+
+
+def waiting_reason(
+    error: NoRoom, candidates: Collection[str], reservations: Iterable[Reservation], *, besides: str = ""
+) -> str:
+    """Return the reason of a job that waits for hosts, with the jobs that hold them."""
+    what = error.what if error.what.startswith("waiting") else f"waiting for room: {error.what}"
+    holders = list(error.holders) or [r.job for r in reservations if r.host in candidates and r.job != besides]
+    names = list(dict.fromkeys(holders))
+    if not names:
+        return what
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{what} (held by {', '.join(names[:_SHOWN])}{more})"
+
+
+def room_backoff(waited_s: float, job: str) -> float:
+    """Return the seconds until *job*, whose hosts another ledger holds, is sent again: a quarter of its waiting time.
+
+    A quarter more or less for each job, so that two that get in each other's way do not go on doing so.
+    """
+    shortest, longest = ROOM_BACKOFF_S
+    return min(max(waited_s / 4, shortest), longest) * (0.75 + zlib.crc32(job.encode()) % 1000 / 2000)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine import admission, job_files, job_secrets, orphans, schedules, updates
+from orc.orchestrator.engine import admission, job_secrets, orphans, schedules, updates
 from orc.orchestrator.engine.dispatch import dispatch, places_jobs
 from orc.orchestrator.engine.observing import Urgency, poll_all
 from orc.orchestrator.engine.steps import PassReport, write_all
+from orc.orchestrator.engine.submission import note_cancelled
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace
@@ -87,7 +88,7 @@ def _cancel_overdue(ws: Workspace, jobs: Sequence[JobRecord]) -> bool:
         wish = {"cancel_requested_at": now, "cancel_grace_s": grace_s}
         changes.append((job, JobUpdate((asked,), wish, {"cancel_sent_at": None})))
     for job_id in write_all(ws, changes):
-        job_files.note_cancelled(ws.state_dir, job_id)
+        note_cancelled(ws.state_dir, job_id)
     return bool(overdue)
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine.limits import price_of
+from orc.orchestrator.engine.usage import price_of
 
 if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Cluster
-    from orc.orchestrator.ledger.usage import Use
+    from orc.orchestrator.engine.usage import Use
 
 HOUR_S = 3600.0
 WAYS = ("job", "user", "project", "cluster", "day", "tag:KEY")

@@ -14,8 +14,8 @@ from orc.orchestrator.ledger import schema
 from orc.orchestrator.ledger.database import HEAD, Connection, batches, insert, one_of
 from orc.orchestrator.ledger.history_format import BATCH, FORMAT, TABLES, ExportedTable
 from orc.orchestrator.ledger.lifecycle import TERMINAL_ATTEMPT, TERMINAL_JOB, AttemptState, Event, JobState, Kind
+from orc.orchestrator.ledger.records import columns_of_attempt
 from orc.orchestrator.ledger.transaction import event_row
-from orc.orchestrator.ledger.usage import columns_of_attempt
 
 if TYPE_CHECKING:
     from sqlalchemy import Column

@@ -88,9 +88,8 @@ class Transaction:
         jobs = [entry.job for entry in entries]
         tags = ({"job_id": job.id, "key": key, "value": value} for job in jobs for key, value in job.tags.items())
         insert(self.connection, "job_tags", *tags)
-        for entry in entries:
-            if entry.ciphertext:
-                sealed_secrets.put(self.connection, entry.job.id, entry.ciphertext, self.now)
+        sealed = ({"job_id": e.job.id, "sealed": e.ciphertext, "at": self.now} for e in entries if e.ciphertext)
+        insert(self.connection, "sealed_secrets", *sealed)
         self._append(histories, at)
         created = self.reload_all([job.id for job in jobs])
         position = advance(Position(), Event(Kind.QUEUED))
@@ -226,7 +225,7 @@ class Transaction:
                     {"job": job.id, "number": job.number, "host": host},
                 )
             if position.job is not None and position.job.terminal:
-                batch.add(sealed_secrets.REMOVE, {"job": job.id})
+                batch.add("DELETE FROM sealed_secrets WHERE job_id = :job", {"job": job.id})
         batch.run(self.connection)
         self._append([(job.id, made.events) for job, made in current])
         return self.reload_all([job.id for job, _ in current])
@@ -330,7 +329,7 @@ def _announce(connection: Connection, row: Sequence[Any], events: Sequence[Event
             "reason": str(event.data.get("reason") or ""),
         }
         for target in _listeners(subscriptions, words):
-            put(connection, event_id, job_id, target, words[0], payload, now)
+            put_notification(connection, event_id, job_id, target, words[0], payload, now)
 
 
 def _listeners(subscriptions: Iterable[Mapping[str, object]], words: Sequence[str]) -> list[str]:
@@ -343,7 +342,7 @@ def _events(entry: Mapping[str, object]) -> Sequence[object]:
     return events if isinstance(events, list) else []
 
 
-def put(
+def put_notification(
     connection: Connection, event_id: int, job_id: str, target: str, kind: str, payload: Mapping[str, Any], now: float
 ) -> None:
     """Store a notification that is due at once, unless *target* has one of this event already."""

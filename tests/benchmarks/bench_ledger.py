@@ -25,9 +25,8 @@ from prepared_jobs import create_prepared
 
 from orc.launchers.spec import load_job
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import job_source, steps
+from orc.orchestrator.engine import job_source, queueing, steps
 from orc.orchestrator.engine.submission import new_submission, submit
-from orc.orchestrator.ledger import usage
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.prune import PruneRule, prune
 from orc.orchestrator.ledger.records import NewJob
@@ -160,7 +159,7 @@ def test_pass_over_a_thousand_jobs_that_wait(
         (backend.root / "jobs" / f"orc-{job_id}-a1.json").write_text('{"phase": "pending"}')
     ledger = client.workspace.ledger
     with ledger.transaction() as tx:
-        usage.put_quota(tx.connection, usage.Quota("user", client.workspace.user, "gpus", 100))
+        queueing.put_quota(tx.connection, queueing.Quota("user", client.workspace.user, "gpus", 100))
         tx.connection.execute("UPDATE jobs SET state = 'QUEUED', attempt = 0 WHERE id >= 'bench-000500'")
     backend.cluster = backend.cluster.model_copy(update={"limits": {"max_jobs": 500}})
     first = median_of(1, client.refresh)

@@ -44,10 +44,8 @@ from orc.orchestrator.clients.service import ServiceClient  # noqa: E402
 from orc.orchestrator.ledger.engine import upgrade  # noqa: E402
 from orc.orchestrator.ledger.lifecycle import Event, Kind  # noqa: E402
 from orc.orchestrator.ledger.prune import PruneRule, prune  # noqa: E402
-from orc.orchestrator.ledger.records import (
-    JobFilter,  # noqa: E402
-    NewJob,  # noqa: E402
-)
+from orc.orchestrator.ledger.records import NewJob  # noqa: E402
+from orc.orchestrator.ledger.store import JobFilter  # noqa: E402
 from orc.orchestrator.service import sse  # noqa: E402
 
 SPEC = {

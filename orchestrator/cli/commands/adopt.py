@@ -14,7 +14,7 @@ from orc.orchestrator.cli.ui.display import waiting
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.orchestrator.engine.job_files import AdoptionResult
+    from orc.orchestrator.engine.adoption import AdoptionResult
 
 
 @click.command("adopt")
@@ -26,16 +26,17 @@ def command(dry_run: bool, as_json: bool) -> int:
     Their clusters are asked what became of them, and they are written into the ledger: after it was deleted, or
     replaced by an old backup. Exit status 1 when a cluster could not be asked.
     """
-    from orc.orchestrator.engine import job_files
+    from orc.orchestrator.engine import adoption
+    from orc.orchestrator.engine.submission import unknown
 
     client = open_ledger()
     ws = client.workspace
-    kept = job_files.unknown(ws)
+    kept = unknown(ws)
     if dry_run:
-        found = [job_files.AdoptionResult(one.job.id, one.job.cluster, 0) for one in kept]
+        found = [adoption.AdoptionResult(one.job.id, one.job.cluster, 0) for one in kept]
     else:
         with waiting(f"asking the clusters about {len(kept)} jobs"):
-            found = [job_files.adopt(ws, one) for one in kept]
+            found = [adoption.adopt(ws, one) for one in kept]
             client.refresh([one.job for one in found if one.attempts])
         client.session.leave_reconciler()
     if as_json:

@@ -231,7 +231,7 @@ def _ledger() -> Iterator[Check]:
                 return
         active = sum(job.ended_at is None for job in jobs)
         yield Check("ledger", "ok", f"{database.url}, jobs: {len(jobs)}, under way: {active}")
-        from orc.orchestrator.engine.job_files import unknown
+        from orc.orchestrator.engine.submission import unknown
 
         if lost := unknown(client.workspace):
             what = f"jobs that have a directory and are not in it: {len(lost)}, the newest is {lost[-1].job.id}"

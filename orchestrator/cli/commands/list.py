@@ -74,7 +74,7 @@ def show(client: JobsClient, rows: Sequence[JobRow], form: str | None) -> None:
     if not rows:
         echo("no jobs", err=True)
         from orc.orchestrator.client import Client
-        from orc.orchestrator.engine.job_files import unknown
+        from orc.orchestrator.engine.submission import unknown
 
         if isinstance(client, Client) and (lost := unknown(client.workspace)):
             echo(f"jobs here that the ledger does not know: {len(lost)}; `orc adopt` restores them", err=True)

@@ -7,8 +7,8 @@ from fake_backend import FakeBackend
 
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import job_files
-from orc.orchestrator.engine.job_files import AdoptionResult, adopt
+from orc.orchestrator.engine.adoption import AdoptionResult, adopt
+from orc.orchestrator.engine.submission import unknown
 from orc.orchestrator.ledger.prune import PruneRule, prune
 from orc.orchestrator.ledger.records import Reservation
 
@@ -30,7 +30,7 @@ def lose(orc_home, backend, clock):
 
 
 def adopt_all(client: Client) -> list[AdoptionResult]:
-    return [adopt(client.workspace, kept) for kept in job_files.unknown(client.workspace)]
+    return [adopt(client.workspace, kept) for kept in unknown(client.workspace)]
 
 
 def test_a_running_job_is_in_the_ledger_again_and_goes_on_to_its_end(client, backend, clock, job_file, lose):
@@ -104,7 +104,7 @@ def test_a_job_that_was_pruned_is_not_brought_back(client, backend, job_file, cl
     client.submit(job_file())
     ledger = client.workspace.ledger
     assert prune(ledger, PruneRule(clock.now)).jobs == 1
-    assert job_files.unknown(client.workspace) == []
+    assert unknown(client.workspace) == []
 
 
 def test_what_is_no_file_of_ours_is_passed_over(client, job_file, orc_home):
@@ -113,4 +113,4 @@ def test_what_is_no_file_of_ours_is_passed_over(client, job_file, orc_home):
         folder = orc_home / "state" / "jobs" / name
         folder.mkdir()
         (folder / "job.json").write_text(content)
-    assert job_files.unknown(client.workspace) == []
+    assert unknown(client.workspace) == []

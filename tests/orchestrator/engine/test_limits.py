@@ -8,10 +8,8 @@ import pytest
 
 from orc.launchers.backends.base import Phase
 from orc.launchers.spec.clusters import Limits
-from orc.orchestrator.engine.limits import Book, Demand, use_of_quotas
-from orc.orchestrator.engine.queueing import queue_key
-from orc.orchestrator.ledger import usage
-from orc.orchestrator.ledger.usage import Quota
+from orc.orchestrator.engine import queueing
+from orc.orchestrator.engine.queueing import Book, Demand, Quota, queue_key, use_of_quotas
 
 
 def demand(job, gpus=1, owner="ada", project="", cluster="lab"):
@@ -147,14 +145,14 @@ def test_a_job_that_cannot_be_sent_from_here_keeps_no_other_waiting(client, back
 
 def test_quotas_of_a_project_count_gpus_of_its_jobs(client, backend, job_file):
     with client.workspace.ledger.transaction() as tx:
-        usage.put_quota(tx.connection, Quota("project", "vision", "gpus", 4))
+        queueing.put_quota(tx.connection, Quota("project", "vision", "gpus", 4))
     two = {"resources": {"gpus_per_node": 2}, "project": "vision"}
     views = [client.submit(job_file(**two)) for _ in range(3)]
     free = client.submit(job_file(resources={"gpus_per_node": 8}))
     assert [client.job(view.id).state for view in (*views, free)] == ["PENDING", "PENDING", "QUEUED", "PENDING"]
     assert client.job(views[2].id).reason == "waiting for its turn: 4 of the 4 GPUs of the project vision are taken"
     with client.workspace.ledger.transaction() as tx:
-        usage.remove_quota(tx.connection, "project", "vision", "gpus")
+        queueing.remove_quota(tx.connection, "project", "vision", "gpus")
     client.refresh()
     assert client.job(views[2].id).state == "PENDING"
 
@@ -164,7 +162,7 @@ def test_who_has_spent_the_quota_of_30_days_waits_until_older_attempts_no_longer
 ):
     backend.cluster = backend.cluster.model_copy(update={"prices": {"node_hour": 2.0, "gpu_hour": 3.0}})
     with client.workspace.ledger.transaction() as tx:
-        usage.put_quota(tx.connection, Quota("project", "vision", "cost", 40))
+        queueing.put_quota(tx.connection, Quota("project", "vision", "cost", 40))
     two = {"resources": {"gpus_per_node": 2}, "project": "vision"}
     first = client.submit(job_file(**two))
     backend.set(first.attempt.marker, Phase.RUNNING, started_at=clock.now)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from orc.orchestrator.engine.polling import LONGEST_S, SHORTEST_S, next_interval, spread
+from orc.orchestrator.ledger.polls import LONGEST_S, SHORTEST_S, next_interval, spread
 
 
 def test_the_interval_grows_while_nothing_happens_and_is_short_again_when_something_does():

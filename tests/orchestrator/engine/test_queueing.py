@@ -6,7 +6,7 @@ import pytest
 from fake_backend import FakeBackend
 
 from orc.launchers.errors import NoRoom, RenderError
-from orc.orchestrator.engine.queueing import WaitingJob, placement_in_order, room_backoff, taken_slots, waiting_reason
+from orc.orchestrator.engine.placement import WaitingJob, placement_in_order, room_backoff, taken_slots, waiting_reason
 from orc.orchestrator.ledger.records import Reservation
 
 

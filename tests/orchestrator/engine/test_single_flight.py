@@ -7,7 +7,6 @@ from fake_backend import FakeBackend
 
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
-from orc.orchestrator.engine import polling
 from orc.orchestrator.ledger import polls
 from orc.orchestrator.ledger.leases import new_owner
 
@@ -36,7 +35,7 @@ def look(client: Client) -> None:
 def lease(client: Client, owner: str) -> None:
     ledger = client.workspace.ledger
     with ledger.database.write() as connection:
-        assert polls.take_lease(connection, "local", owner, ledger.now(), polling.LEASE_S)
+        assert polls.take_lease(connection, "local", owner, ledger.now(), polls.LEASE_S)
 
 
 def row(client: Client) -> polls.ClusterPoll:
@@ -68,7 +67,7 @@ def test_a_change_makes_the_interval_short_again_and_whoever_polls_sees_all_jobs
     away.set(views[1].attempt.marker, Phase.RUNNING)
     clock.now += 70
     look(laptops[1])
-    assert row(laptops[0]).interval_s == polling.SHORTEST_S
+    assert row(laptops[0]).interval_s == polls.SHORTEST_S
     assert away.calls("poll")[-1] == "3"
     assert laptops[0].job(views[1].id).state == "RUNNING"
 
@@ -80,7 +79,7 @@ def test_what_was_just_sent_is_looked_at_soon_whatever_the_interval(laptops, awa
         clock.now += 1.0
     asked = len(away.calls("poll"))
     laptops[1].submit(job_file())
-    clock.now += polling.SHORTEST_S + 0.1
+    clock.now += polls.SHORTEST_S + 0.1
     look(laptops[0])
     assert away.calls("poll")[asked:] == ["2"]
 
@@ -94,7 +93,7 @@ def test_a_cluster_that_somebody_asks_at_this_moment_is_left_alone_and_cancellat
     assert away.calls("poll") == []
     laptops[0].cancel([view.id])
     assert away.calls("cancel") == [f"{view.attempt.marker} 30"]
-    clock.now += polling.LEASE_S + 1  # whoever asked has died
+    clock.now += polls.LEASE_S + 1  # whoever asked has died
     look(laptops[0])
     assert laptops[0].job(view.id).state == "CANCELLED"
 
@@ -122,7 +121,7 @@ def test_a_person_who_looks_meanwhile_gets_the_answer_that_another_process_is_ge
         look(laptops[1])
 
     monkeypatch.setattr(laptops[0].workspace, "sleep", answered)
-    laptops[0].refresh([view.id], max_age_s=polling.FRESH_S)
+    laptops[0].refresh([view.id], max_age_s=polls.FRESH_S)
     assert away.calls("poll") == ["1"]
     assert laptops[0].job(view.id).state == "RUNNING"
 
@@ -132,10 +131,10 @@ def test_a_person_who_looks_again_at_once_is_shown_the_last_answer_and_a_later_o
 ):
     view = laptops[0].submit(job_file())
     for _ in range(5):
-        laptops[1].refresh([view.id], max_age_s=polling.FRESH_S)
+        laptops[1].refresh([view.id], max_age_s=polls.FRESH_S)
     assert len(away.calls("poll")) == 1
-    clock.now += polling.FRESH_S
-    laptops[1].refresh([view.id], max_age_s=polling.FRESH_S)
+    clock.now += polls.FRESH_S
+    laptops[1].refresh([view.id], max_age_s=polls.FRESH_S)
     assert len(away.calls("poll")) == 2
 
 

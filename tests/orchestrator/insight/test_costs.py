@@ -7,8 +7,8 @@ import datetime
 import pytest
 
 from orc.launchers.spec.clusters import Cluster
+from orc.orchestrator.engine.usage import Use
 from orc.orchestrator.insight.costs import add_up
-from orc.orchestrator.ledger.usage import Use
 
 NOON = datetime.datetime(2026, 3, 1, 12).timestamp()
 CLUSTERS = {

@@ -10,8 +10,10 @@ import pytest
 from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Placement
-from orc.orchestrator.ledger import audit, groups, schedules, schema, sealed_secrets, tokens, usage
-from orc.orchestrator.ledger.database import HEAD
+from orc.orchestrator.engine import queueing
+from orc.orchestrator.engine.queueing import Quota
+from orc.orchestrator.ledger import audit, groups, schedules, schema, tokens
+from orc.orchestrator.ledger.database import HEAD, insert
 from orc.orchestrator.ledger.groups import Dependency, GroupRecord
 from orc.orchestrator.ledger.history_format import TABLES, export
 from orc.orchestrator.ledger.history_import import InvalidImport, import_history, live_work
@@ -22,7 +24,6 @@ from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.schedules import ScheduleRecord
 from orc.orchestrator.ledger.store import JobFilter, Ledger
 from orc.orchestrator.ledger.tokens import TokenRecord
-from orc.orchestrator.ledger.usage import Quota
 
 
 def fill(ledger, clock):
@@ -45,9 +46,9 @@ def fill(ledger, clock):
             tx.connection,
             ScheduleRecord("s", "nightly", "ann", "0 3 * * *", "UTC", True, 1.5, None, None, {}, {}, "f"),
         )
-        usage.put_quota(tx.connection, Quota("user", "ann", "gpus", 4.0))
+        queueing.put_quota(tx.connection, Quota("user", "ann", "gpus", 4.0))
         tokens.create(tx.connection, TokenRecord("t-1", "ann", "admin", "", 1.0), "hash-of-a-token")
-        sealed_secrets.put(tx.connection, "live", "sealed-text", 1.0)
+        insert(tx.connection, "sealed_secrets", {"job_id": "live", "sealed": "sealed-text", "at": 1.0})
         for i in range(2):
             audit.append(tx.connection, at=1.5, user="ann", action="cancel", subject=str(i), token_id=None)
     ledger.note_seen(["live"])
@@ -170,7 +171,7 @@ def test_an_import_is_an_archive_in_which_nothing_is_live(source, ledger, state)
     assert ledger.reservations("lab") == []
     with ledger.database.read() as connection:
         assert [schedule.enabled for schedule in schedules.all_schedules(connection)] == [False]
-        assert usage.all_quotas(connection) == []
+        assert queueing.all_quotas(connection) == []
     assert set(read(ledger, exported, take_over=False).added.values()) == {0}
 
 

@@ -7,7 +7,8 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from orc.orchestrator.ledger import engine, schema, usage
+from orc.orchestrator.engine import queueing
+from orc.orchestrator.ledger import engine, schema
 from orc.orchestrator.ledger.database import HEAD, LedgerError
 from orc.orchestrator.ledger.engine import CoreDatabase
 from orc.orchestrator.ledger.lifecycle import Event, Kind
@@ -49,7 +50,7 @@ def test_a_job_of_an_older_orc_goes_on_after_the_upgrade(older, url, tmp_path, c
     assert version(ledger.database) == [(HEAD,)]
     with ledger.transaction() as tx:
         tx.record(tx.find("old-1"), Event(Kind.SUBMITTING, 1))
-        usage.put_quota(tx.connection, usage.Quota("user", "ann", "jobs", 1.0))
+        queueing.put_quota(tx.connection, queueing.Quota("user", "ann", "jobs", 1.0))
     assert [event.kind for event in ledger.events("old-1")] == ["queued", "submitting"]
     assert ledger.job("old-1").owner == ""
     ledger.close()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 from prepared_jobs import create_prepared
 
-from orc.orchestrator.ledger import groups, outbox, sealed_secrets
+from orc.orchestrator.ledger import groups, outbox
 from orc.orchestrator.ledger import prune as pruning
-from orc.orchestrator.ledger.database import LedgerError, SqliteDatabase
+from orc.orchestrator.ledger.database import LedgerError, SqliteDatabase, insert
 from orc.orchestrator.ledger.groups import Dependency, GroupRecord
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.prune import PruneReport, PruneRule, prune, was_pruned, would_prune
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.store import JobFilter, Ledger
+from orc.orchestrator.ledger.transaction import put_notification
 
 DAY = 86400.0
 TABLES = (
@@ -62,11 +63,11 @@ def test_jobs_that_ended_long_ago_go_with_all_that_belongs_to_them(ledger, clock
     for name in ("old-1", "old-2"):
         put(name, 31)
     with ledger.transaction() as tx:
-        sealed_secrets.put(tx.connection, "old-1", "cipher", tx.now)
+        insert(tx.connection, "sealed_secrets", {"job_id": "old-1", "sealed": "cipher", "at": tx.now})
         groups.add_dependencies(
             tx.connection, [Dependency("old-2", "old-1", "any"), Dependency("new", "old-2", "success")]
         )
-        outbox.put(tx.connection, 1, "old-1", "t", "end", {}, tx.now)
+        put_notification(tx.connection, 1, "old-1", "t", "end", {}, tx.now)
         outbox.sent(tx.connection, outbox.listed(tx.connection, job_id="old-1", limit=1)[0].id)
         tx.record(tx.find("new"))  # and the newest event is not one of theirs
     put("live", 0, None)
@@ -107,7 +108,7 @@ def test_what_is_still_needed_stays(ledger, clock, put):
     put("newest", 90)
     with ledger.transaction() as tx:
         groups.add_dependencies(tx.connection, [Dependency("live", "awaited", "success")])
-        outbox.put(tx.connection, 1, "untold", "t", "end", {}, tx.now)
+        put_notification(tx.connection, 1, "untold", "t", "end", {}, tx.now)
     assert prune(ledger, PruneRule(clock.now)) == PruneReport(1, 7, 1)
     assert left(ledger) == {"live", "awaited", "sweep-1", "sweep-2", "night-2", "untold", "newest"}
     with ledger.database.read() as connection:

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from orc.orchestrator.ledger import audit, groups, outbox, polls, schedules, sealed_secrets, tokens, usage
+from orc.orchestrator.engine import queueing
+from orc.orchestrator.engine.queueing import Quota
+from orc.orchestrator.ledger import audit, groups, outbox, polls, schedules, tokens
 from orc.orchestrator.ledger.audit import AuditEntry
 from orc.orchestrator.ledger.database import Conflict, LedgerError
 from orc.orchestrator.ledger.groups import Dependency, GroupRecord, Member
@@ -15,7 +17,7 @@ from orc.orchestrator.ledger.polls import ClusterPoll
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.schedules import ScheduleRecord
 from orc.orchestrator.ledger.tokens import TokenRecord
-from orc.orchestrator.ledger.usage import Quota
+from orc.orchestrator.ledger.transaction import put_notification
 
 
 @pytest.fixture
@@ -178,7 +180,7 @@ def test_the_audit_log_is_read_backwards_by_pages_and_never_changed(opened):
 
 
 def put(connection, event, target="hook", now=10.0):
-    outbox.put(connection, event, "j", target, "end", {"n": event}, now)
+    put_notification(connection, event, "j", target, "end", {"n": event}, now)
 
 
 def test_a_notification_is_stored_once_taken_by_one_and_sent_again_until_it_is_dead(opened):
@@ -211,21 +213,19 @@ def test_a_notification_is_stored_once_taken_by_one_and_sent_again_until_it_is_d
 
 def test_quotas_are_replaced_and_removed(opened):
     with opened() as connection:
-        usage.put_quota(connection, Quota("user", "ann", "gpus", 4))
-        usage.put_quota(connection, Quota("project", "vision", "cost", 99.5))
-        usage.put_quota(connection, Quota("user", "ann", "gpus", 8))
-        assert usage.all_quotas(connection) == [("project", "vision", "cost", 99.5), ("user", "ann", "gpus", 8)]
-        assert usage.remove_quota(connection, "user", "ann", "gpus")
-        assert not usage.remove_quota(connection, "user", "ann", "gpus")
-        assert len(usage.all_quotas(connection)) == 1
+        queueing.put_quota(connection, Quota("user", "ann", "gpus", 4))
+        queueing.put_quota(connection, Quota("project", "vision", "cost", 99.5))
+        queueing.put_quota(connection, Quota("user", "ann", "gpus", 8))
+        assert queueing.all_quotas(connection) == [("project", "vision", "cost", 99.5), ("user", "ann", "gpus", 8)]
+        assert queueing.remove_quota(connection, "user", "ann", "gpus")
+        assert not queueing.remove_quota(connection, "user", "ann", "gpus")
+        assert len(queueing.all_quotas(connection)) == 1
 
 
-def test_sealed_secrets_are_replaced_and_forgotten(ledger, opened):
-    enqueue(ledger, "a")
-    with opened() as connection:
-        assert sealed_secrets.find(connection, "a") is None
-        sealed_secrets.put(connection, "a", "one", 1.0)
-        sealed_secrets.put(connection, "a", "two", 2.0)
-        assert sealed_secrets.find(connection, "a") == "two"
-        connection.execute(sealed_secrets.REMOVE, {"job": "a"})
-        assert sealed_secrets.find(connection, "a") is None
+def test_encrypted_secrets_are_forgotten_with_the_end_of_their_job(ledger):
+    query = "SELECT job_id, sealed FROM sealed_secrets"
+    with ledger.transaction() as tx:
+        jobs = [tx.enqueue(NewJob(name, name, "gpu", "fake", "", {}, {}, {}), ciphertext=f"of {name}") for name in "ab"]
+        assert sorted(tx.connection.tuples(query)) == [("a", "of a"), ("b", "of b")]
+        tx.record(jobs[0], Event(Kind.JOB_CANCELLED))
+        assert tx.connection.tuples(query) == [("b", "of b")]

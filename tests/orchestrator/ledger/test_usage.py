@@ -6,9 +6,9 @@ import pytest
 from counted_database import counting
 from prepared_jobs import create_prepared
 
+from orc.orchestrator.engine.usage import read_use
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import NewJob
-from orc.orchestrator.ledger.usage import read_use
 
 HOUR = 3600.0
 

@@ -1,39 +1,18 @@
-"""Usage: the attempts that have run on nodes, for reports of hours and costs; quotas of it."""
+"""Usage: the attempts that have run on nodes, for reports of hours and costs, and what they have cost."""
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from orc.orchestrator.ledger.database import Connection, insert, one_of
+from orc.launchers.errors import LaunchError
+from orc.orchestrator.ledger.database import Connection, one_of
+from orc.orchestrator.ledger.records import machine_of
 
-
-class Quota(NamedTuple):
-    """Limit of one resource."""
-
-    scope: str  # user, project
-    name: str
-    resource: str  # gpus, jobs, cost
-    amount: float
-
-
-def all_quotas(connection: Connection) -> list[Quota]:
-    """Return all quotas."""
-    rows = connection.tuples("SELECT scope, name, resource, amount FROM quotas ORDER BY scope, name, resource")
-    return [Quota(*row) for row in rows]
-
-
-def put_quota(connection: Connection, quota: Quota) -> None:
-    """Store a quota, in place of the one that there may be."""
-    conflict = "ON CONFLICT (scope, name, resource) DO UPDATE SET amount = excluded.amount"
-    insert(connection, "quotas", quota._asdict(), conflict=conflict)
-
-
-def remove_quota(connection: Connection, scope: str, name: str, resource: str) -> bool:
-    """Forget a quota; False where there is none."""
-    gone = "DELETE FROM quotas WHERE scope = :scope AND name = :name AND resource = :resource"
-    return connection.execute(gone, {"scope": scope, "name": name, "resource": resource}) == 1
+if TYPE_CHECKING:
+    from orc.launchers.spec.clusters import Cluster, Prices
+    from orc.orchestrator.workspace import Workspace
 
 
 class Use(NamedTuple):
@@ -49,29 +28,6 @@ class Use(NamedTuple):
     running: bool  # one of them still runs
     began_at: float  # the first of them
     ended_at: float  # the last of them
-
-
-_MACHINE_KEYS = ("instance_type", "accelerator_type", "type")
-
-
-def machine_of(options: Mapping[str, Any]) -> str:
-    """Return the type of machine that *options* of a job or a cluster name; empty where they name none."""
-    named = (options.get(key) for key in _MACHINE_KEYS)
-    return next((value[:255] for value in named if isinstance(value, str)), "")
-
-
-def columns_of_attempt(job: Mapping[str, str], hosts: int) -> dict[str, Any]:
-    """Return the columns by which the use of an attempt of *job* on *hosts* is added up: they are beside its times, so
-    that no job and no specification is read for a sum. *job* is its row: cluster, backend, owner, project and spec.
-    """
-    resources = json.loads(job["spec"]).get("resources") or {}
-    least = int(str(resources.get("nodes", 1)).partition(":")[0])
-    return {
-        **{name: job[name] for name in ("cluster", "owner", "project")},
-        "nodes": hosts or least,
-        "gpus_per_node": int(resources.get("gpus_per_node") or 0),
-        "machine": machine_of(resources.get("options", {}).get(job["backend"], {})),
-    }
 
 
 _KEYS = {"job": "a.job_id", "user": "a.owner", "project": "a.project", "cluster": "a.cluster"}
@@ -121,3 +77,49 @@ def read_use(
         fixed,
     )
     return [Use._make((*row[:7], bool(row[7]), *row[8:])) for row in rows]
+
+
+PERIOD_S = 30 * 86400.0
+_KEPT_S = 60.0  # for which a reading is good enough
+
+Spent = Mapping[tuple[str, str], float]  # by scope and name
+
+
+def price_of(use: Use, cluster: Cluster | None) -> float | None:
+    """Return the price of one node of *use* for one hour on *cluster*, as it is described now; `None` without one."""
+    if cluster is None:
+        return None
+    return price_of_node_hour(cluster.prices, use.gpus_per_node, use.machine or machine_of(cluster.options))
+
+
+def price_of_node_hour(prices: Prices | None, gpus_per_node: int, instance: str) -> float | None:
+    """Return the price of one node for one hour; `None` where *prices* lack it.
+
+    The price of the machine's type counts if there is one; else the node's and that of its GPUs together.
+    """
+    if prices is None:
+        return None
+    if instance in prices.instance_hour:
+        return float(prices.instance_hour[instance])
+    if prices.node_hour is None and (prices.gpu_hour is None or not gpus_per_node):
+        return None
+    return float(prices.node_hour or 0.0) + gpus_per_node * float(prices.gpu_hour or 0.0)
+
+
+def read_spent(ws: Workspace, connection: Connection, now: float) -> Spent:
+    """Return what users and projects have spent in the `PERIOD_S` before *now*, at most `_KEPT_S` old.
+
+    What has no price costs nothing.
+    """
+    if ws.spent is not None and 0 <= now - ws.spent[0] < _KEPT_S:
+        return ws.spent[1]
+    spent: Counter[tuple[str, str]] = Counter()
+    for scope in ("user", "project"):
+        for use in read_use(connection, scope, now, since=now - PERIOD_S):
+            try:
+                cluster = ws.backend(use.cluster).cluster
+            except LaunchError:
+                continue  # not configured any more: its hours have no price
+            spent[scope, use.key] += use.node_s / 3600 * (price_of(use, cluster) or 0.0)  # type: ignore[assignment]
+    ws.spent = (now, spent)
+    return spent

@@ -1,92 +1,28 @@
-"""Copies of new jobs, `jobs/<job>/job.json` in the state directory: for when the ledger is lost.
+"""Adoption of jobs that a ledger has lost, which was deleted or restored from an old backup.
 
-A ledger that was deleted, or restored from an old backup, adopts the jobs that it lacks: what they are made from lies
-in the copies, what became of their attempts is asked of their clusters, where everything carries their markers.
+What they are made from lies in the copies of the state directory (`orc.orchestrator.engine.submission.unknown`), what
+became of their attempts is asked of their clusters, where everything carries their markers.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError, SpecError
-from orc.launchers.ids import JOB_ID, AttemptId
-from orc.launchers.strict_modes import make_private
+from orc.launchers.ids import AttemptId
+from orc.orchestrator.engine.delivery import accepted
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobRecord, NewJob
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Handle, Placement
     from orc.launchers.spec import JobSpec
+    from orc.orchestrator.engine.submission import SavedJob
     from orc.orchestrator.ledger.records import Destination
     from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace
-
-
-@dataclass(frozen=True)
-class SavedJob:
-    """A job as its directory has it."""
-
-    job: NewJob
-    created_at: float  # seconds since the epoch
-    cancelled: bool  # or to be cancelled
-
-
-def keep(state_dir: Path, job: NewJob, created_at: float) -> None:
-    """Write what `unknown` reads. For the day when the ledger is lost: its failure is no failure of the submission."""
-    path = _file(state_dir, job.id)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        make_private(path.parent)
-        flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
-            file.write(json.dumps({"created_at": created_at, "job": vars(job)}))
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-
-
-def note_cancelled(state_dir: Path, job_id: str) -> None:
-    """Remember that the job is not to run again, as `keep` remembers the job."""
-    with contextlib.suppress(OSError):
-        _mark(state_dir, job_id).touch(mode=0o600)
-
-
-def unknown(ws: Workspace) -> list[SavedJob]:
-    """Return the jobs of the state directory that the ledger has lost, oldest first; not those that were pruned."""
-    from orc.orchestrator.ledger.prune import was_pruned
-
-    kept = {found.job.id: found for found in _kept(ws.state_dir)}
-    known = {record.id for record in ws.ledger.jobs(list(kept))}
-    with ws.ledger.database.read() as connection:
-        known |= was_pruned(connection, list(kept))
-    return sorted((found for job, found in kept.items() if job not in known), key=lambda found: found.created_at)
-
-
-def _kept(state_dir: Path) -> Iterator[SavedJob]:
-    for path in state_dir.glob("jobs/*/job.json"):
-        try:
-            data: dict[str, Any] = json.loads(path.read_bytes())
-            cancelled = _mark(state_dir, path.parent.name).exists()
-            found = SavedJob(NewJob(**data["job"]), float(data["created_at"]), cancelled)
-        except (OSError, ValueError, TypeError, KeyError):
-            continue  # not written by us, or by another version of orc
-        if JOB_ID.fullmatch(found.job.id) and found.job.id == path.parent.name:
-            yield found
-
-
-def _mark(state_dir: Path, job_id: str) -> Path:
-    return _file(state_dir, job_id).with_name("job.cancelled")
-
-
-def _file(state_dir: Path, job_id: str) -> Path:
-    return state_dir / "jobs" / job_id / "job.json"
-
 
 _BEFORE = "its end was in the ledger that was lost"
 
@@ -162,8 +98,6 @@ def _write(
     tx: Transaction, job: JobRecord, handle: Handle, placement: Placement | None, sent_to: Destination, *, last: bool
 ) -> JobRecord:
     """Write one attempt: it is at its backend, or was followed by the next one."""
-    from orc.orchestrator.engine.delivery import accepted  # on use: an empty `orc list` looks for lost jobs, too
-
     job = tx.prepare(job, handle.marker, "", placement)
     sent = Event(Kind.SUBMITTING, job.number, {"plan": ""})
     job = tx.record(job, sent, attempt_set={"submitted_at": handle.submitted_at or tx.now})
