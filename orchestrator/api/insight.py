@@ -190,7 +190,7 @@ def diff_jobs(session: LedgerSession, a: JobId, b: JobId) -> Comparison:
 
 
 def _measured(session: LedgerSession, job_id: str) -> Summaries | str:
-    from orc.orchestrator.insight.curves import Curves
+    from orc.orchestrator.insight.metrics import Curves
 
     known = session.measured
     try:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from orc.launchers.spec.clusters import Cluster
     from orc.orchestrator.api.call import Call, P, R
     from orc.orchestrator.engine.steps import PassReport
-    from orc.orchestrator.insight.curves import MeasuredJobs
+    from orc.orchestrator.insight.metrics import MeasuredJobs
     from orc.orchestrator.ledger.records import JobRecord
 
 
@@ -97,7 +97,7 @@ class LedgerSession:
     @cached_property
     def measured(self) -> MeasuredJobs:
         """Cache of the measurements of jobs; a service has one for all sessions."""
-        from orc.orchestrator.insight.curves import MeasuredJobs
+        from orc.orchestrator.insight.metrics import MeasuredJobs
 
         return MeasuredJobs()
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from orc.orchestrator.api.session import LedgerSession
     from orc.orchestrator.engine.steps import Progress
     from orc.orchestrator.engine.submission import Submission
-    from orc.orchestrator.insight.curves import MeasuredJobs
+    from orc.orchestrator.insight.metrics import MeasuredJobs
     from orc.orchestrator.ledger.groups import GroupRecord
     from orc.orchestrator.workspace import Workspace
 
@@ -226,7 +226,7 @@ def with_metrics(ws: Workspace, group: GroupView, known: MeasuredJobs) -> GroupV
 
 def _last_metrics(ws: Workspace, job_id: str, known: MeasuredJobs, until: float) -> dict[str, float]:
     """Return the newest value of each measurement of a job; nothing where its cluster does not answer in time."""
-    from orc.orchestrator.insight.curves import Curves
+    from orc.orchestrator.insight.metrics import Curves
 
     left = until - time.monotonic()
     try:

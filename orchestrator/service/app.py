@@ -13,18 +13,16 @@ from fastapi.openapi.utils import get_openapi
 
 from orc.orchestrator.api.call import PREFIX
 from orc.orchestrator.client import Client
-from orc.orchestrator.service import errors, slow_reads
+from orc.orchestrator.service import errors, request_limits
 from orc.orchestrator.service.api import ROUTERS, TOP_ROUTERS
 from orc.orchestrator.service.audit import Audit, intend
-from orc.orchestrator.service.audit_lines import Lines
 from orc.orchestrator.service.auth import guard, role_of_route
 from orc.orchestrator.service.context import Service
-from orc.orchestrator.service.event_feed import EventFeed
+from orc.orchestrator.service.feeds import EventFeed, LogFeeds
 from orc.orchestrator.service.gate import Gate
-from orc.orchestrator.service.ledger_clients import LedgerClients
-from orc.orchestrator.service.log_feed import LogFeeds
+from orc.orchestrator.service.ledger_clients import LedgerClients, Lines
 from orc.orchestrator.service.metrics import ServiceMetrics
-from orc.orchestrator.service.request_rates import RequestRates
+from orc.orchestrator.service.request_limits import RequestRates
 from orc.orchestrator.service.settings import Settings
 from orc.orchestrator.service.web.pages import add_pages
 
@@ -43,7 +41,7 @@ def create_app(settings: Settings, *, open_client: Callable[[], Client] = _open_
         open_client: Opens a client of the ledger; called for each of the threads that work on requests.
     """
     # As many clients as threads: nobody waits for a client who has a thread.
-    clients = LedgerClients(open_client, settings.threads + _STREAM_THREADS + slow_reads.THREADS + 4)
+    clients = LedgerClients(open_client, settings.threads + _STREAM_THREADS + request_limits.THREADS + 4)
     service = Service(
         settings,
         clients,
@@ -51,7 +49,7 @@ def create_app(settings: Settings, *, open_client: Callable[[], Client] = _open_
         EventFeed(clients, settings.poll_interval),
         LogFeeds(clients, _STREAM_THREADS),
         ServiceMetrics(),
-        slow_reads.SlowReads(),
+        request_limits.SlowReads(),
         Lines(clients),
     )
 

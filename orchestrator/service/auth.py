@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import anyio.to_thread
-from fastapi import Depends, Request, Security
+from fastapi import APIRouter, Depends, Request, Security
+from fastapi.responses import JSONResponse
 from fastapi.security import APIKeyCookie, HTTPBearer
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from orc.orchestrator.api import access
+from orc.orchestrator.api.access import Me
 from orc.orchestrator.api.call import SAFE_METHODS
 from orc.orchestrator.api.rights import RIGHTS, Kind, Principal, Reader, shown_kinds
+from orc.orchestrator.api.schedules import Done
 from orc.orchestrator.client import Client, JobNotFound
 from orc.orchestrator.clients.errors import GroupNotFound
 from orc.orchestrator.ledger import groups, schedules
-from orc.orchestrator.service.context import Service, service_of
+from orc.orchestrator.service.context import Service, ServiceDep, service_of
 from orc.orchestrator.service.errors import ApiError
-from orc.orchestrator.service.request_rates import too_many
+from orc.orchestrator.service.request_limits import too_many
 
 COOKIE = "orc_session"
 PAGE_HEADER = "X-Orc-Request"  # a page of another site cannot send it
@@ -194,3 +198,39 @@ def principal_of(request: Request) -> Principal:
 
 
 PrincipalDep = Annotated[Principal, Depends(principal_of)]
+
+
+router = APIRouter(tags=["sessions"])
+
+
+class Login(BaseModel):
+    """Token that opens a session."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    token: SecretStr = Field(max_length=200)
+
+
+@router.post("/login", response_model=Me)
+@public
+def login(request: Request, service: ServiceDep, shown: Login) -> Any:
+    """Open a session of this browser with a token; sets a cookie."""
+    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        raise ApiError(403, "a session is opened by this service's own page")
+    token = shown.token.get_secret_value().strip()
+    principal = authenticate(service, token, address_of(request))
+    request.state.principal = principal
+    answer = JSONResponse(vars(principal))
+    answer.set_cookie(
+        COOKIE, token, httponly=True, samesite="strict", secure=service.settings.https, path="/", max_age=30 * 86400
+    )
+    return answer
+
+
+@router.post("/logout", response_model=Done)
+@public
+def logout(service: ServiceDep) -> Any:
+    """Close the session of this browser. The token stays valid elsewhere."""
+    answer = JSONResponse({"ok": True})
+    answer.delete_cookie(COOKIE, httponly=True, samesite="strict", secure=service.settings.https, path="/")
+    return answer

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from orc.orchestrator.service.ledger_clients import LedgerClients
-from orc.orchestrator.service.request_rates import RequestRates
+from orc.orchestrator.service.request_limits import RequestRates
 from orc.orchestrator.service.settings import Settings
 
 if TYPE_CHECKING:
     from orc.orchestrator.engine.passes import ReconcilerStatus
-    from orc.orchestrator.service.audit_lines import Lines
-    from orc.orchestrator.service.event_feed import EventFeed
-    from orc.orchestrator.service.log_feed import LogFeeds
+    from orc.orchestrator.service.feeds import EventFeed, LogFeeds
+    from orc.orchestrator.service.ledger_clients import Lines
     from orc.orchestrator.service.metrics import ServiceMetrics
-    from orc.orchestrator.service.slow_reads import SlowReads
+    from orc.orchestrator.service.request_limits import SlowReads
 
 
 @dataclass

@@ -21,7 +21,7 @@ from orc.orchestrator.api.session import Caller
 from orc.orchestrator.service.audit import note_subject
 from orc.orchestrator.service.auth import PrincipalDep, needs_role
 from orc.orchestrator.service.context import Service, ServiceDep
-from orc.orchestrator.service.slow_reads import asks_clusters
+from orc.orchestrator.service.request_limits import asks_clusters
 from orc.orchestrator.views import decode, encode
 
 _PLACES = {"path": Path, "query": Query, "header": Header}

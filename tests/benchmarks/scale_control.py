@@ -46,7 +46,7 @@ from orc.orchestrator.ledger.lifecycle import Event, Kind  # noqa: E402
 from orc.orchestrator.ledger.prune import PruneRule, prune  # noqa: E402
 from orc.orchestrator.ledger.records import NewJob  # noqa: E402
 from orc.orchestrator.ledger.store import JobFilter  # noqa: E402
-from orc.orchestrator.service import sse  # noqa: E402
+from orc.orchestrator.service.api import events as event_routes  # noqa: E402
 
 SPEC = {
     "name": "many",
@@ -595,7 +595,7 @@ def followers(full: bool) -> Iterable[Row]:
             file.truncate(LOG_BYTES - TAIL)
             file.seek(LOG_BYTES - TAIL)
             file.write((b"x" * 1023 + b"\n") * (TAIL >> 10))
-        served.ping_s = sse.PING_S
+        served.ping_s = event_routes.PING_S
         served.start()
         try:
             yield from asyncio.run(_followed(served, log, count, jobs, idle_s))

@@ -9,14 +9,15 @@ from fastapi import APIRouter
 
 from orc.orchestrator.api import access, clusters, groups, insight, jobs, logs, schedules  # noqa: F401 - their calls
 from orc.orchestrator.api.call import CALLS
-from orc.orchestrator.service.api import bundles, events, health, log_contents, sessions
+from orc.orchestrator.service import auth
+from orc.orchestrator.service.api import bundles, events, health, log_contents
 from orc.orchestrator.service.routing import add_routes
 
 _calls = APIRouter()
 add_routes(_calls, list(CALLS.values()))
 # Below /api/v1.
 ROUTERS: tuple[APIRouter, ...] = (
-    sessions.router,
+    auth.router,
     _calls,
     bundles.router,
     events.router,

@@ -17,12 +17,12 @@ from orc.launchers.attempts.records import LogSelector
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.api.rights import Kind, shows
 from orc.orchestrator.client import Client, JobNotFound
+from orc.orchestrator.service.api.events import EventStream, event_stream, last_id, sse_text
 from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.errors import ApiError
-from orc.orchestrator.service.log_feed import LogKey, read_at
-from orc.orchestrator.service.slow_reads import asks_clusters
-from orc.orchestrator.service.sse import EventStream, event_stream, last_id, sse_text
+from orc.orchestrator.service.feeds import LogKey, read_at
+from orc.orchestrator.service.request_limits import asks_clusters
 
 _BYTES = 1 << 20
 _SHOWN = 2000  # bytes of a line around what was found

@@ -177,7 +177,7 @@ def test_a_sweep_is_stored_whole_or_not_at_all(client, backend, group_file, monk
     def fail(*_: object) -> None:
         raise LedgerError("disk full")
 
-    monkeypatch.setattr("orc.orchestrator.ledger.groups.add", fail)  # the last that is written
+    monkeypatch.setattr("orc.orchestrator.ledger.groups.add_dependencies", fail)  # the last that is written
     with pytest.raises(LedgerError):
         groups.submit(client.session, loaded)
     monkeypatch.undo()

@@ -12,8 +12,17 @@ from orc.launchers.backends.base import Phase
 from orc.launchers.errors import BackendUnreachable
 from orc.orchestrator.api.insight import read_metrics
 from orc.orchestrator.insight import metrics
-from orc.orchestrator.insight.curves import MOST_CURVES, MOST_POINTS, Curve, Curves, MeasuredJobs
-from orc.orchestrator.insight.metrics import Position, course, new_lines, series
+from orc.orchestrator.insight.metrics import (
+    MOST_CURVES,
+    MOST_POINTS,
+    Curve,
+    Curves,
+    MeasuredJobs,
+    Position,
+    course,
+    new_lines,
+    series,
+)
 
 
 def line(step, *, attempt=1, restart=0, **values):
@@ -173,7 +182,7 @@ def test_what_a_host_was_silent_about_takes_its_place(client, backend, job, writ
 
 def test_the_jobs_that_were_looked_at_last_are_remembered(monkeypatch):
     jobs = MeasuredJobs()
-    monkeypatch.setattr("orc.orchestrator.insight.curves._KEPT_POINTS", 3 * MOST_POINTS)
+    monkeypatch.setattr("orc.orchestrator.insight.metrics._KEPT_POINTS", 3 * MOST_POINTS)
     first = jobs.of("a")
     for name in "bcde":
         jobs.of(name)

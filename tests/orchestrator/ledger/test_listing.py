@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.ledger import queries
+from orc.orchestrator.ledger import store
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.prune import PruneRule, prunable
 from orc.orchestrator.ledger.records import NewJob
@@ -57,7 +57,7 @@ def test_jobs_are_searched_for_once_whatever_is_read_of_those_that_are_found(led
     with ledger.database.read() as connection:
         read, statements = connection.tuples, []
         connection.tuples = lambda sql, parameters=None: statements.append(sql) or read(sql, parameters)
-        assert [row[0] for row in queries.read_rows(connection, JobFilter(q="digits"), limit=50)] == ["b", "a"]
+        assert [row[0] for row in store.read_rows(connection, JobFilter(q="digits"), limit=50)] == ["b", "a"]
     assert sum("LIKE" in sql for sql in statements) == 1
 
 
@@ -121,7 +121,7 @@ def test_a_clock_that_is_set_back_loses_no_job_and_no_order_of_events(ledger, pu
 
 @pytest.mark.parametrize(
     "cursor",
-    ["", "x", "é", "bnVsbA", "WzEsMl0", "W10", "W251bGwsImEiXQ", queries.encode_cursor(1.0, "a")[:-2], "[" * 99],
+    ["", "x", "é", "bnVsbA", "WzEsMl0", "W10", "W251bGwsImEiXQ", store.encode_cursor(1.0, "a")[:-2], "[" * 99],
 )
 def test_what_no_page_has_given_is_no_cursor(ledger, cursor):
     with pytest.raises(InvalidCursor) as caught:
@@ -131,7 +131,7 @@ def test_what_no_page_has_given_is_no_cursor(ledger, cursor):
 
 
 def test_a_cursor_is_exact(clock):
-    assert queries.decode_cursor(queries.encode_cursor(1763862000.123456789, "a-1")) == (1763862000.123456789, "a-1")
+    assert store.decode_cursor(store.encode_cursor(1763862000.123456789, "a-1")) == (1763862000.123456789, "a-1")
 
 
 def test_events_after_one_come_in_order_up_to_a_limit_and_of_one_job(ledger, put):
@@ -202,7 +202,7 @@ def plan(database, sql, parameters):
 def test_lists_events_and_live_jobs_are_read_through_indexes(crowded):
     for wanted, index in QUERIES.values():
         for after in (None, (2500.0, "j2500")):
-            chosen, parameters = queries._chosen(wanted, after, 51)
+            chosen, parameters = store._chosen(wanted, after, 51)
             told = plan(crowded, f"SELECT id, name FROM {chosen}", parameters)
             assert index in told
             assert "SCAN jobs |" not in told

@@ -29,8 +29,8 @@ from running_service import LoggingBackend
 from orc.orchestrator.client import Client
 from orc.orchestrator.service.server import serve
 from orc.orchestrator.service.settings import Settings
-from orc.orchestrator.service import sse
-sse.PING_S = json.loads(sys.argv[5])
+from orc.orchestrator.service.api import events
+events.PING_S = json.loads(sys.argv[5])
 state = Path(sys.argv[1])
 hosts = json.loads(sys.argv[3])
 backend = FakeBackend(state / "fake", hosts=hosts) if hosts else LoggingBackend(state / "fake")

@@ -13,8 +13,7 @@ from orc.launchers.errors import LaunchError
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger import audit
 from orc.orchestrator.ledger.database import Connection
-from orc.orchestrator.service.audit_lines import Lines
-from orc.orchestrator.service.ledger_clients import LedgerClients
+from orc.orchestrator.service.ledger_clients import LedgerClients, Lines
 
 
 def line(action: str) -> Callable[[Connection], None]:

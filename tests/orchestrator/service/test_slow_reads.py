@@ -14,7 +14,7 @@ import httpx
 import pytest
 from running_service import LoggingBackend, Running, make_running
 
-from orc.orchestrator.service import slow_reads
+from orc.orchestrator.service import request_limits
 
 JOB = "digits-aaaaaa"
 SLOW = (f"jobs/{JOB}/metrics?points=10", f"jobs/{JOB}/metrics", f"jobs/{JOB}/logs", f"diff?a={JOB}&b={JOB}")
@@ -74,12 +74,12 @@ def test_a_viewer_whose_reads_hang_keeps_no_route_and_no_other_user_waiting(serv
 
 
 def test_one_token_waits_for_a_bounded_number_of_answers(service: Running, held: Held) -> None:
-    with ThreadPoolExecutor(slow_reads._MOST_WAITING) as pool, service.http("eve", limits=httpx.Limits()) as viewer:
-        hanging = [pool.submit(viewer.get, f"/api/v1/{SLOW[0]}") for _ in range(slow_reads._MOST_WAITING)]
+    with ThreadPoolExecutor(request_limits._MOST_WAITING) as pool, service.http("eve", limits=httpx.Limits()) as viewer:
+        hanging = [pool.submit(viewer.get, f"/api/v1/{SLOW[0]}") for _ in range(request_limits._MOST_WAITING)]
         assert service.service is not None
         reads = service.service.slow_reads
         assert held.asked.acquire(timeout=60)
-        while max(reads._readers.values()) < slow_reads._MOST_WAITING:
+        while max(reads._readers.values()) < request_limits._MOST_WAITING:
             assert not any(one.done() for one in hanging)
         refused = viewer.get(f"/api/v1/{SLOW[1]}")
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
@@ -133,14 +133,14 @@ def test_nonsense_is_answered_with_what_else_there_is(service: Running, measured
 def test_all_routes_that_ask_clusters_are_among_the_slow_ones(service: Running) -> None:
     """A file or a host that hangs is met in no thread of the other routes."""
     seen = {}
-    run = slow_reads.SlowReads.run
+    run = request_limits.SlowReads.run
 
     async def noted(self: Any, token_id: str, read: Any) -> Any:
         seen[read.func.__name__] = True
         return await run(self, token_id, read)
 
     with pytest.MonkeyPatch.context() as patched, service.http("eve") as viewer:
-        patched.setattr(slow_reads.SlowReads, "run", noted)
+        patched.setattr(request_limits.SlowReads, "run", noted)
         for path in (*SLOW, "clusters/local/queue"):
             viewer.get(f"/api/v1/{path}")
     assert seen.keys() == {

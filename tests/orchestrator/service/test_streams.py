@@ -16,7 +16,7 @@ from running_service import sse_events
 
 from orc.launchers.backends.base import LogSelector
 from orc.orchestrator.service.api.log_contents import search_log
-from orc.orchestrator.service.log_feed import LogKey, whole_characters
+from orc.orchestrator.service.feeds import LogKey, whole_characters
 
 FOLLOWERS = 100
 

@@ -1,1 +1,1 @@
-"""Revisions, a module each, named after it; the newest one is `orc.orchestrator.ledger.version.HEAD`."""
+"""Revisions, a module each, named after it; the newest one is `orc.orchestrator.ledger.database.HEAD`."""
