@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from orc.launchers.errors import LaunchError, SpecError
-from orc.orchestrator.engine import job_secrets, queueing
+from orc.orchestrator.engine import queueing
 from orc.orchestrator.engine.steps import apply
 from orc.orchestrator.ledger import groups
 from orc.orchestrator.ledger.database import one_of
@@ -160,9 +160,7 @@ def _cancel(ws: Workspace, job: JobRecord, why: str) -> None:
         over = Event(Kind.JOB_CANCELLED, None, {"cause": "dependency", "reason": why})
         return JobUpdate((over,), {"reason": why, "ended_at": now, "next_attempt_at": None, "poll_error_at": None})
 
-    ended = apply(ws, job, lambda current: current.state is JobState.QUEUED, change)
-    if ended.state.terminal:
-        job_secrets.remove(ws.state_dir, job.id)
+    apply(ws, job, lambda current: current.state is JobState.QUEUED, change)
 
 
 class Held(LaunchError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from orc.launchers.errors import AmbiguousSubmit, BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.secrets import redact
-from orc.orchestrator.engine import job_secrets, orphans
+from orc.orchestrator.engine import orphans
 from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt, room_backoff
 from orc.orchestrator.engine.steps import Progress, apply, apply_all, fault_point, silent
 from orc.orchestrator.engine.updates import update_for_early_cancel, update_for_rejection
@@ -40,23 +40,14 @@ def abandon(ws: Workspace, job: JobRecord) -> None:
         wish = Event(Kind.CANCEL_REQUESTED, None, {"grace_s": 0.0})
         return JobUpdate((wish,), {"cancel_requested_at": now, "cancel_grace_s": 0.0})
 
-    left = apply(ws, job, lambda current: not current.state.terminal, change)
-    if left.state.terminal:
-        job_secrets.remove(ws.state_dir, job.id)
+    apply(ws, job, lambda current: not current.state.terminal, change)
 
 
 def reject(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
     """Record that the newest attempt could not be started, or the next one of a QUEUED *job* not be made."""
     unsent = attempt_is(AttemptState.PREPARED, AttemptState.SUBMITTING)
-    refused = apply(
-        ws,
-        job,
-        (lambda current: current.state is JobState.QUEUED) if job.state is JobState.QUEUED else unsent,
-        lambda current, now: update_for_rejection(current, reason, now),
-    )
-    if refused.state.terminal:
-        job_secrets.remove(ws.state_dir, job.id)
-    return refused
+    allowed = (lambda current: current.state is JobState.QUEUED) if job.state is JobState.QUEUED else unsent
+    return apply(ws, job, allowed, lambda current, now: update_for_rejection(current, reason, now))
 
 
 def attempt_is(*states: AttemptState) -> Callable[[JobRecord], bool]:
@@ -89,11 +80,7 @@ def begin(ws: Workspace, attempts: Sequence[tuple[JobRecord, Plan]]) -> list[Job
     def is_ours(current: JobRecord) -> bool:
         return current.claim_owner == ws.owner and attempt_is(AttemptState.PREPARED)(current)
 
-    begun = apply_all(ws, jobs, is_ours, change)
-    for job in begun:
-        if job.state.terminal:
-            job_secrets.remove(ws.state_dir, job.id)
-    return begun
+    return apply_all(ws, jobs, is_ours, change)
 
 
 def mark_ambiguous(ws: Workspace, job: JobRecord, reason: str) -> JobRecord:
@@ -196,20 +183,24 @@ def accepted(kind: Kind, job: JobRecord, handle: Handle, now: float, sent_to: De
     )
 
 
-class Rejected(Exception):
-    """Jobs have ended because they certainly cannot run; *error* says why."""
+class _Stopped(Exception):
+    """A delivery that does not go on; *error* says why."""
 
     def __init__(self, error: LaunchError) -> None:
         super().__init__(error.what)
         self.error = error
 
 
-class HostAway(Exception):
+class Rejected(_Stopped):
+    """Jobs have ended because they certainly cannot run."""
+
+
+class HostAway(_Stopped):
     """A job waits, without its hosts, for one of them that is away, as no others will do."""
 
-    def __init__(self, error: BackendUnreachable) -> None:
-        super().__init__(error.what)
-        self.error = error
+
+class _StagingFailed(_Stopped):
+    """A host cannot take the snapshot (its disk is full, its directory is not ours): others may."""
 
 
 def send(ws: Workspace, planner: PlacementPlanner, prepared: PreparedAttempt, secrets: Mapping[str, str]) -> None:
@@ -259,14 +250,6 @@ def _wait_for_host(ws: Workspace, job: JobRecord, error: BackendUnreachable) -> 
 def waiting_for_host(error: BackendUnreachable, cluster: str) -> str:
     """Return the reason of a job that waits for a host."""
     return f"waiting for {error.host or error.where or cluster}: {error.what}"
-
-
-class _StagingFailed(Exception):
-    """A host cannot take the snapshot (its disk is full, its directory is not ours): others may."""
-
-    def __init__(self, error: LaunchError) -> None:
-        super().__init__(error.what)
-        self.error = error
 
 
 def _stage(backend: Backend, snapshot: Snapshot, attempt: PreparedAttempt) -> None:

@@ -205,10 +205,10 @@ def _dispatch_claimed(ws: Workspace, jobs: Sequence[JobRecord], new: NewJobs) ->
         attempt = job.attempt
     if attempt is not None and attempt.state is AttemptState.AMBIGUOUS:
         job = _resolve(ws, job)
-    if job.state not in (JobState.QUEUED, JobState.PREPARED):
+    if job.state not in _UNSENT:
         return False
     if job.cancel_requested_at is not None:
-        _cancel_unsent(ws, job)
+        apply(ws, job, lambda j: j.state in _UNSENT, update_for_early_cancel)
         return False
     if job.state is JobState.PREPARED and (reason := admission.hold_prepared(ws, job)):
         delivery.wait_for_room(ws, job, reason)
@@ -295,12 +295,6 @@ def _resolve(ws: Workspace, job: JobRecord) -> JobRecord:
         return current.attempt is not None and current.attempt.state is AttemptState.AMBIGUOUS
 
     return apply(ws, job, is_doubtful, change)
-
-
-def _cancel_unsent(ws: Workspace, job: JobRecord) -> None:
-    ended = apply(ws, job, lambda j: j.state in (JobState.QUEUED, JobState.PREPARED), update_for_early_cancel)
-    if ended.state.terminal:
-        job_secrets.remove(ws.state_dir, job.id)
 
 
 def places_jobs(ws: Workspace, cluster: str) -> bool:

@@ -276,9 +276,6 @@ def _write(
     specs = {job_id: {key: spec.get(key) for key in ("retry", "secrets")} for job_id, spec in ended}
     updates = [(job, _update_from(ws, backend, job, seen, specs.get(job.id))) for job, seen in answers]
     written = write_all(ws, updates)
-    for job in written.values():
-        if job.state.terminal and not ws.ledger.volatile:
-            job_secrets.remove(ws.state_dir, job.id)
     # The steps that a rank has taken are no news about where its job stands.
     changed = any(update.events or "reason" in update.job_set for _, update in updates)
     return changed, [job for job in written.values() if job.attempt and job.attempt.state is AttemptState.LOST]

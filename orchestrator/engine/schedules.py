@@ -21,6 +21,7 @@ from orc.orchestrator.engine.placement import render_anywhere
 from orc.orchestrator.engine.submission import CheckedJob, record, row_of
 from orc.orchestrator.ledger import groups, schedules
 from orc.orchestrator.ledger.database import Conflict
+from orc.orchestrator.ledger.records import QueueEntry
 
 if TYPE_CHECKING:
     from orc.launchers.spec import JobSpec
@@ -157,11 +158,11 @@ def _with_secrets(ws: Workspace, schedule: ScheduleRecord, new: NewJob) -> Check
         with suppress(job_secrets.DecryptionError):
             values = job_secrets.decrypt(ws.state_dir, schedule.id, ciphertext)
             ciphertext = job_secrets.encrypt(ws.state_dir, new.id, values)
-        return CheckedJob(new, ciphertext=ciphertext)
+        return CheckedJob(QueueEntry(new, ciphertext=ciphertext))
     secrets: Mapping[str, str] = {}
     with suppress(SpecError):
         secrets = job_secrets.load(ws.state_dir, schedule.id, schedule.spec["job"]["secrets"])
-    return CheckedJob(new, secrets)
+    return CheckedJob(QueueEntry(new), secrets)
 
 
 def change(ws: Workspace, schedule_id: str, *, enabled: bool) -> ScheduleRecord:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orc.launchers.errors import LaunchError
+from orc.orchestrator.engine import job_secrets
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace
@@ -78,6 +79,7 @@ def apply_all(
             may = [is_ for is_, was in zip(now, some, strict=True) if is_.number == was.number and allowed(is_)]
             written = tx.record_all([(job, made) for job in may if (made := change(job, tx.now))])
         found |= {job.id: job for job in (*now, *written)}
+    _forget_secrets(ws, found.values())
     return [found[job.id] for job in jobs]
 
 
@@ -101,7 +103,15 @@ def write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, JobUpdate]]) -> 
         with ws.ledger.transaction(durable=False) as tx:
             done = tx.record_all(wanted[start : start + _JOBS_PER_TRANSACTION])
         written.update((job.id, job) for job in done)
+    if not ws.ledger.volatile:
+        _forget_secrets(ws, written.values())
     return written
+
+
+def _forget_secrets(ws: Workspace, jobs: Iterable[JobRecord]) -> None:
+    for job in jobs:
+        if job.state.terminal:
+            job_secrets.remove(ws.state_dir, job.id)
 
 
 def what_of(error: Exception) -> str:

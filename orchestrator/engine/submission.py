@@ -66,12 +66,9 @@ def new_submission(
 class CheckedJob:
     """New job that can be recorded."""
 
-    row: NewJob
+    entry: QueueEntry
     secrets: Mapping[str, str] = field(default_factory=dict)  # to be kept in a file
-    ciphertext: str = ""  # of secrets that are kept in the ledger
-    request: str = ""
     needs: Sequence[Requirement] = ()
-    reason: str = ""  # for which it waits
     rendered: Mapping[str, RenderedPlan] = field(default_factory=dict)  # its first attempt, by marker
 
 
@@ -136,18 +133,10 @@ def enqueue(
     *,
     within: Callable[[Transaction], object] | None = None,
 ) -> list[JobRecord]:
-    """Record new jobs in one transaction, all or none; passes send them.
+    """Record new jobs in one transaction, all or none, and return them in their order, QUEUED; passes send them.
 
-    Args:
-        ws: The workspace.
-        submissions: The jobs. Their `depends_on` and `inputs` may name the stages of others among them.
-        within: Writes what belongs to them in the same transaction, before them.
-
-    Returns:
-        The jobs, QUEUED, in the order of *submissions*.
-
-    Raises:
-        LaunchError: None of them was recorded.
+    Their `depends_on` and `inputs` may name the stages of others among them. *within* writes what belongs to them in
+    the same transaction, before them. Raises `LaunchError` where none of them was recorded.
     """
     checked = check(ws, submissions)
     fault_point("snapshot-taken")
@@ -172,18 +161,14 @@ def check(ws: Workspace, submissions: Sequence[Submission]) -> list[CheckedJob]:
         attempt = AttemptId(one.id, 1)
         rendered = {attempt.marker: render_anywhere(ws, spec, one.snapshot, attempt, one.owner)}
         ciphertext = job_secrets.encrypt(ws.state_dir, one.id, secrets) if one.encrypted and secrets else ""
-        row = _row(ws, one, spec, backend.kind)
-        kept = {} if one.encrypted else secrets
-        checked.append(CheckedJob(row, kept, ciphertext, one.request, needs, _reason(ws, needs, specs), rendered))
+        row = row_of(
+            ws.subscribed(spec).model_dump(mode="json"), ws.clock(), id=one.id, backend=backend.kind,
+            source=one.source, digests=one.snapshot.digests, origin=ws.origin, owner=one.owner, group_id=one.group,
+            group_index=one.number, not_before=one.not_before,
+        )  # fmt: skip
+        entry = QueueEntry(row, _reason(ws, needs, specs), ciphertext, one.request)
+        checked.append(CheckedJob(entry, {} if one.encrypted else secrets, needs, rendered))
     return checked
-
-
-def _row(ws: Workspace, one: Submission, spec: JobSpec, kind: str) -> NewJob:
-    return row_of(
-        ws.subscribed(spec).model_dump(mode="json"), ws.clock(), id=one.id, backend=kind, source=one.source,
-        digests=one.snapshot.digests, origin=ws.origin, owner=one.owner, group_id=one.group, group_index=one.number,
-        not_before=one.not_before,
-    )  # fmt: skip
 
 
 def row_of(spec: Mapping[str, Any], now: float, **columns: Any) -> NewJob:
@@ -234,21 +219,21 @@ def record(
 
     Raises what *within* raises, `LedgerError`.
     """
-    with job_secrets.until_recorded(ws, *(job.row.id for job in jobs)):
+    new = [job.entry.job for job in jobs]
+    with job_secrets.until_recorded(ws, *(job.id for job in new)):
         for job in jobs:
-            job_secrets.keep(ws.state_dir, job.row.id, job.secrets)
+            job_secrets.keep(ws.state_dir, job.entry.job.id, job.secrets)
         fault_point("secrets-kept")
         with ws.ledger.transaction() as tx:
             if within is not None:
                 within(tx)
             owner, expires = (ws.owner, tx.now + leases.CLAIM_S) if claimed else (None, None)
-            entries = [QueueEntry(job.row, job.reason, job.ciphertext, job.request) for job in jobs]
-            records = tx.enqueue_all(entries, owner=owner, claim_expires_at=expires)
-            waits = [groups.Dependency(job.row.id, one.job, one.condition) for job in jobs for one in job.needs]
+            records = tx.enqueue_all([job.entry for job in jobs], owner=owner, claim_expires_at=expires)
+            waits = [groups.Dependency(job.entry.job.id, one.job, one.condition) for job in jobs for one in job.needs]
             groups.add_dependencies(tx.connection, waits)
     fault_point("enqueued")
-    for job, made in zip(jobs, records, strict=True):
-        keep_copy(ws.state_dir, job.row, made.created_at)
+    for job, made in zip(new, records, strict=True):
+        keep_copy(ws.state_dir, job, made.created_at)
     ws.on_live_job()
     return records
 
