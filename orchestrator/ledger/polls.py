@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from orc.orchestrator.ledger import leases
 from orc.orchestrator.ledger.database import Connection
+from orc.orchestrator.ledger.records import columns_of
 
 _TABLE = "cluster_polls"
-_COLUMNS = "cluster, lease_owner, lease_expires_at, next_at, interval_s, polled_at, answered_at, error, account"
 _LATELY_S = 120.0  # twice the longest interval between two polls
 
 
@@ -31,6 +31,9 @@ class ClusterPoll:
     account: str = ""  # about whose jobs it was asked; empty where it has no accounts of users
 
 
+_COLUMNS = columns_of(ClusterPoll)
+
+
 def find(connection: Connection, cluster: str, account: str = "") -> ClusterPoll | None:
     """Return what is known of *cluster*; `None` before it is polled for the first time."""
     rows = connection.tuples(
@@ -42,10 +45,8 @@ def find(connection: Connection, cluster: str, account: str = "") -> ClusterPoll
 
 def all_polls(connection: Connection) -> list[ClusterPoll]:
     """Return the poll records of all clusters, by name and account."""
-    return [
-        ClusterPoll(*row)
-        for row in connection.tuples(f"SELECT {_COLUMNS} FROM cluster_polls ORDER BY cluster, account")  # noqa: S608
-    ]
+    rows = connection.tuples(f"SELECT {_COLUMNS} FROM cluster_polls ORDER BY cluster, account")  # noqa: S608
+    return [ClusterPoll(*row) for row in rows]
 
 
 def by_cluster(connection: Connection, only: str | None = None) -> list[ClusterPoll]:
@@ -80,17 +81,8 @@ def take_lease(connection: Connection, cluster: str, owner: str, now: float, ttl
 
 def record(connection: Connection, poll: ClusterPoll, owner: str) -> bool:
     """Store what a poll has shown and give the lease back; False (and nothing stored) when *owner* has lost it."""
-    return leases.give_back(
-        connection,
-        _TABLE,
-        {"cluster": poll.cluster, "account": poll.account},
-        owner,
-        next_at=poll.next_at,
-        interval_s=poll.interval_s,
-        polled_at=poll.polled_at,
-        answered_at=poll.answered_at,
-        error=poll.error,
-    )
+    known = {name: getattr(poll, name) for name in ("next_at", "interval_s", "polled_at", "answered_at", "error")}
+    return leases.give_back(connection, _TABLE, {"cluster": poll.cluster, "account": poll.account}, owner, **known)
 
 
 def release(connection: Connection, cluster: str, owner: str, account: str = "") -> None:

@@ -93,15 +93,10 @@ class AttemptRecord:
     exit: Mapping[str, Any] | None = None
     sent_to: Destination | None = None  # `None`: not sent
 
-    COLUMNS = (
-        "job_id, number, marker, state, cause, reason, plan_digest, handle, prepared_at, submitted_at, started_at, "
-        "ended_at, first_negative_at, cancel_sent_at, restarts, hosts, progress, exit, sent_to"
-    )
-
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> AttemptRecord:
-        """Return the record of a row of `COLUMNS`."""
-        values: dict[str, Any] = dict(zip(cls.COLUMNS.split(", "), row, strict=True))
+        """Return the record of a row of `ATTEMPT_COLUMNS`."""
+        values: dict[str, Any] = dict(zip(ATTEMPT_COLUMNS, row, strict=True))
         values["state"] = AttemptState(values["state"])
         values["hosts"] = tuple(json.loads(values["hosts"])) if values["hosts"] != "[]" else ()
         values["progress"] = json.loads(values["progress"]) if values["progress"] != "{}" else {}
@@ -143,16 +138,10 @@ class JobRecord:
     not_before: float | None = None
     deadline_at: float | None = None
 
-    COLUMNS = (
-        "id, name, cluster, backend, state, reason, attempt, revision, created_at, updated_at, ended_at, "
-        "next_attempt_at, cancel_requested_at, cancel_grace_s, poll_error_at, claim_owner, claim_expires_at, "
-        "source, digests, owner, project, priority, group_id, group_index, not_before, deadline_at"
-    )
-
     @classmethod
     def from_row(cls, row: tuple[Any, ...], attempt: AttemptRecord | None) -> JobRecord:
-        """Return the record of a row of `COLUMNS`."""
-        values: dict[str, Any] = dict(zip(cls.COLUMNS.split(", "), row, strict=True))
+        """Return the record of a row of `JOB_COLUMNS`."""
+        values: dict[str, Any] = dict(zip(JOB_COLUMNS, row, strict=True))
         number = values.pop("attempt")
         state, digests = JobState(values.pop("state")), json.loads(values.pop("digests"))
         return cls(**values, number=number, state=state, digests=digests, attempt=attempt)
@@ -161,6 +150,12 @@ class JobRecord:
     def position(self) -> Position:
         """The job's states, for `orc.orchestrator.ledger.lifecycle.advance`."""
         return Position(self.state, self.number, self.attempt.state if self.attempt else None)
+
+
+ATTEMPT_COLUMNS = [each.name for each in fields(AttemptRecord)]
+JOB_COLUMNS = [
+    "attempt" if each.name == "number" else each.name for each in fields(JobRecord) if each.name != "attempt"
+]
 
 
 class Reservation(NamedTuple):
@@ -330,8 +325,7 @@ def columns_of_attempt(job: Mapping[str, str], hosts: int) -> dict[str, Any]:
     }
 
 
-_JOB_COLUMNS = JobRecord.COLUMNS.split(", ")
-_COLUMNS = ", ".join([*(f"j.{c}" for c in _JOB_COLUMNS), *(f"a.{c}" for c in AttemptRecord.COLUMNS.split(", "))])
+_COLUMNS = ", ".join([*(f"j.{column}" for column in JOB_COLUMNS), *(f"a.{column}" for column in ATTEMPT_COLUMNS)])
 
 
 def conditions(
@@ -357,7 +351,7 @@ def read_jobs(connection: Connection, condition: str, parameters: Mapping[str, A
         f"WHERE {condition}",
         parameters,
     )
-    split = len(_JOB_COLUMNS)
+    split = len(JOB_COLUMNS)
     return [
         JobRecord.from_row(row[:split], AttemptRecord.from_row(row[split:]) if row[split] is not None else None)
         for row in rows

@@ -19,6 +19,7 @@ from orc.orchestrator.ledger.records import (
     JobRecord,
     JobSize,
     Reservation,
+    columns_of,
     conditions,
     read_events,
     read_failed_hosts,
@@ -297,7 +298,7 @@ class Ledger:
         """All attempts of the job, oldest first."""
         with self.database.read() as connection:
             rows = connection.tuples(
-                f"SELECT {AttemptRecord.COLUMNS} FROM attempts WHERE job_id = :id ORDER BY number",  # noqa: S608
+                f"SELECT {columns_of(AttemptRecord)} FROM attempts WHERE job_id = :id ORDER BY number",  # noqa: S608
                 {"id": job_id},
             )
         return [AttemptRecord.from_row(row) for row in rows]

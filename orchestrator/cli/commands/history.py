@@ -24,7 +24,7 @@ def export_(file: str, force: bool, as_json: bool) -> int:
 
     Jobs may run and be submitted meanwhile: the file shows one moment. It has no secrets and no tokens in it.
     """
-    from orc.orchestrator.ledger.history_format import export
+    from orc.orchestrator.ledger.history import export
 
     ledger = open_ledger().workspace.ledger
     if file == "-":
@@ -69,7 +69,7 @@ def import_(file: str, take_over: bool, yes: bool, as_json: bool) -> int:
     It is read as an archive: nothing of it runs. Jobs that had not ended come in as cancelled, schedules as disabled.
     Jobs that are here already stay as they are, so that a second time changes nothing.
     """
-    from orc.orchestrator.ledger.history_import import import_history
+    from orc.orchestrator.ledger.history import import_history
 
     if yes and not take_over:
         raise click.UsageError("--yes goes with --take-over")
@@ -112,7 +112,7 @@ def _agree(lines: list[str], where: str, *, yes: bool) -> None:
 
     Raises `InvalidImport`, `click.UsageError` where orc cannot ask, and `click.exceptions.Exit` for a no.
     """
-    from orc.orchestrator.ledger.history_import import live_work
+    from orc.orchestrator.ledger.history import live_work
 
     work = live_work(lines, where)
     for each in work:

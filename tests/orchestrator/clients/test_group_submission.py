@@ -22,7 +22,7 @@ from orc.orchestrator.clients.errors import NotAllowed
 from orc.orchestrator.clients.http_session import Request, new_key
 from orc.orchestrator.clients.service import ServiceClient
 from orc.orchestrator.ledger import schedules as schedule_rows
-from orc.orchestrator.ledger.history_format import export
+from orc.orchestrator.ledger.history import export
 from orc.orchestrator.views import GroupView, ScheduleView, decode
 
 Project = Callable[..., LoadedJob]

@@ -15,8 +15,7 @@ from orc.orchestrator.engine.queueing import Quota
 from orc.orchestrator.ledger import audit, groups, schedules, schema, tokens
 from orc.orchestrator.ledger.database import HEAD, insert
 from orc.orchestrator.ledger.groups import Dependency, GroupRecord
-from orc.orchestrator.ledger.history_format import TABLES, export
-from orc.orchestrator.ledger.history_import import InvalidImport, import_history, live_work
+from orc.orchestrator.ledger.history import TABLES, InvalidImport, export, import_history, live_work
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
 from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.ledger.prune import PruneRule, prune

@@ -1,4 +1,9 @@
-"""Import of an exported ledger into an empty ledger, or into another one beside its own jobs."""
+"""An exported ledger: JSON lines, one for each row of the tables that make history; its import into another ledger.
+
+The first line is the header, the last one counts the rows of each table, so that a file that was cut is recognised. In
+between each line is ``[table, {column: value}]``; columns that hold JSON are kept as text, exactly as they are stored.
+No secrets, no tokens or their hashes, no leases, claims and messages under way.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,107 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
 from orc.launchers.ids import JOB_ID
 from orc.orchestrator.ledger import schema
 from orc.orchestrator.ledger.database import HEAD, Connection, batches, insert, one_of
-from orc.orchestrator.ledger.history_format import BATCH, FORMAT, TABLES, ExportedTable
 from orc.orchestrator.ledger.lifecycle import TERMINAL_ATTEMPT, TERMINAL_JOB, AttemptState, Event, JobState, Kind
-from orc.orchestrator.ledger.records import columns_of_attempt
+from orc.orchestrator.ledger.records import columns_of_attempt, dump
 from orc.orchestrator.ledger.transaction import event_row
 
 if TYPE_CHECKING:
     from sqlalchemy import Column
 
     from orc.orchestrator.ledger.store import Ledger
+
+
+FORMAT = 1
+BATCH = 1_000  # rows that are read, or written, at a time
+
+
+@dataclass(frozen=True)
+class ExportedTable:
+    """Table of the file, with its columns and the key that gives the order of its rows."""
+
+    name: str
+    columns: tuple[str, ...]
+    key: tuple[str, ...]
+    job: str = ""  # the column that names the job that a row belongs to; empty for rows of no job
+
+
+def _table(name: str, key: str, job: str = "", without: str = "") -> ExportedTable:
+    columns = (column.name for column in schema.metadata.tables[name].columns)
+    return ExportedTable(name, tuple(c for c in columns if c not in without.split()), tuple(key.split()), job)
+
+
+# Each after those that it refers to.
+TABLES = (
+    _table("groups", "id"),
+    _table("jobs", "created_at id", "id", "claim_owner claim_expires_at"),
+    _table("job_tags", "job_id key", "job_id"),
+    # Without what `columns_of_attempt` says.
+    _table("attempts", "job_id number", "job_id", "cluster owner project gpus_per_node machine nodes"),
+    _table("culprits", "job_id attempt host", "job_id"),
+    _table("reservations", "job_id attempt node", "job_id"),
+    _table("sightings", "job_id", "job_id"),
+    _table("dependencies", "job_id on_job", "job_id"),
+    _table("events", "id", "job_id"),
+    _table("schedules", "id"),
+    _table("quotas", "scope name resource"),
+    _table("audit", "id"),
+    _table("pruned_jobs", "job_id"),
+)
+
+
+def export(ledger: Ledger, file: IO[str]) -> dict[str, int]:
+    """Write the ledger as it is at one moment into *file*; the number of rows of each table.
+
+    Others write meanwhile. Memory does not grow with the ledger. Raises `LedgerError`, `OSError`.
+    """
+    counts = dict.fromkeys((table.name for table in TABLES), 0)
+    _write(file, {"orc_ledger": FORMAT, "schema": HEAD, "exported_at": ledger.now()})
+    with ledger.database.read() as connection:
+        for table in TABLES:
+            for row in _rows(connection, table):
+                _write(file, [table.name, _without_secrets(dict(zip(table.columns, row, strict=True)))])
+                counts[table.name] += 1
+    _write(file, {"end": counts})
+    return counts
+
+
+def _write(file: IO[str], value: Any) -> None:
+    file.write(json.dumps(value, separators=(",", ":"), ensure_ascii=False))
+    file.write("\n")
+
+
+def _without_secrets(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a schedule with what no key opens in place of its sealed secrets; others as they are."""
+    if "cron" not in row or '"sealed"' not in row["spec"]:
+        return row
+    spec = json.loads(row["spec"])
+    return {**row, "spec": dump({**spec, "sealed": "-"} if "sealed" in spec else spec)}
+
+
+def _rows(connection: Connection, table: ExportedTable) -> Iterator[tuple[Any, ...]]:
+    """Yield all rows by the table's key, some of them in each query."""
+    names = ", ".join(table.key)
+    places = [table.columns.index(column) for column in table.key]
+    marks = ", ".join(f":k{i}" for i in range(len(table.key)))
+    last: tuple[Any, ...] | None = None
+    while True:
+        after = f"WHERE ({names}) > ({marks})" if last is not None else ""
+        rows = connection.tuples(
+            f"SELECT {', '.join(table.columns)} FROM {table.name} {after} "  # noqa: S608
+            f"ORDER BY {names} LIMIT {BATCH}",
+            {f"k{i}": last[place] for i, place in enumerate(places)} if last is not None else {},
+        )
+        yield from rows
+        if len(rows) < BATCH:
+            return
+        last = rows[-1]
+
 
 _BY_NAME = {table.name: table for table in TABLES}
 # What never changes of a job: two that differ here are two jobs.
