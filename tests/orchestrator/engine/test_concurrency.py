@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 
 import pytest
 from fake_backend import FakeBackend
-from prepared_jobs import create_prepared
 
-from orc.launchers.backends.base import Phase, Placement
+from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger.lifecycle import Event, Kind, fold
-from orc.orchestrator.ledger.records import NewJob
 
 # Up to eight processes at once import what PostgreSQL needs, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(400)
@@ -198,24 +195,3 @@ def test_hosts_are_kept_while_they_are_looked_at_and_another_laptop_takes_others
     assert (view.attempt.hosts, taken) == (("n1",), ["n2"])
     assert sorted(r.host for r in mine.workspace.ledger.reservations()) == ["n1", "n2"]
     assert mine.submit(loaded).state == "QUEUED"
-
-
-def test_whoever_places_a_job_waits_for_whoever_is_placing_one(laptops, job_file, clock):
-    mine, yours = laptops
-    loaded = job_file(resources={"nodes": 1})
-    ended = threading.Event()
-
-    def submit():
-        with Client(yours.workspace.state_dir, backend_of=yours.workspace.backend_of, clock=clock) as third:
-            views.append(third.submit(loaded))
-        ended.set()
-
-    views = []
-    submitter = threading.Thread(target=submit)
-    new = NewJob("first-aaaaaa", "first", "local", "fake", "", {}, {}, {})
-    with mine.workspace.ledger.transaction() as tx:
-        create_prepared(tx, new, "orc-first-aaaaaa-a1", "p", "me", tx.now + 60, Placement(("n1",), 1))
-        submitter.start()
-        assert not ended.wait(2.0)
-    submitter.join(60)
-    assert [view.attempt.hosts for view in views] == [("n2",)]

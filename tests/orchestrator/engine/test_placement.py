@@ -105,14 +105,6 @@ def test_jobs_get_room_in_the_order_in_which_they_came(client, backend, submit):
     assert f"held by {wide.id}" in client.job(narrow.id).reason
 
 
-def test_a_small_job_does_not_pass_a_large_one_that_waits_for_the_same_hosts(client, submit):
-    submit(1, 2)
-    large = submit(3, 2)
-    small = submit(1, 1)
-    assert (large.state, small.state) == ("QUEUED", "QUEUED")
-    assert small.reason.startswith(f"waiting for room: {large.id} is older and waits for the same hosts")
-
-
 def test_a_job_that_the_cluster_can_never_carry_is_refused_and_leaves_nothing(client, submit, held):
     with pytest.raises(RenderError, match="the cluster has 3"):
         submit(4)
@@ -283,16 +275,6 @@ def test_hosts_that_jobs_of_another_ledger_use_are_waited_for_without_counting_a
     assert (view.state, view.attempt.number, list(held())) == ("PENDING", 1, ["n1"])
 
 
-def test_a_cut_off_submission_keeps_its_hosts_until_it_is_known_what_became_of_it(client, backend, submit, held):
-    backend.behave(submit="ambiguous")
-    view = submit(2, 2)
-    assert (view.attempt.state, set(held())) == ("AMBIGUOUS", {"n1", "n2"})
-    backend.behave(submit=None)
-    client.refresh()
-    view = client.job(view.id)
-    assert (view.state, view.attempt.hosts, set(held())) == ("PENDING", ("n1", "n2"), {"n1", "n2"})
-
-
 def test_a_lost_submission_is_sent_again_to_the_same_hosts(client, backend, submit, held):
     submit(1, 2, ["n1"])
     backend.behave(submit="swallowed")
@@ -356,20 +338,6 @@ def test_an_attempt_that_waits_for_a_dead_host_does_not_keep_the_others(client, 
     backend.behave(dead=[])
     client.refresh()
     assert (client.job(view.id).state, len(held())) == ("PENDING", 3)
-
-
-def test_a_refused_attempt_gives_its_hosts_back(client, backend, submit, held):
-    backend.behave(submit="refuse")
-    with pytest.raises(Exception, match="no such partition"):
-        submit(2, 2)
-    assert held() == {}
-
-
-def test_the_list_of_jobs_shows_their_hosts(client, submit):
-    submit(2, 2)
-    submit(2, 2)
-    assert [row.hosts for row in client.jobs()] == [(), ("n1", "n2")]
-    assert client.jobs()[1].to_dict()["hosts"] == ["n1", "n2"]
 
 
 def test_a_cluster_that_chooses_hosts_itself_is_told_which_to_avoid(orc_home, tmp_path, clock, job_file):

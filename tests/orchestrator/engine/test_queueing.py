@@ -27,14 +27,6 @@ def reservation(host, job_id="a-aaaaaa", slots=1):
     return Reservation("lab", host, job_id, 1, 0, slots, 0.0)
 
 
-def test_a_job_gets_hosts_with_enough_free_slots(four):
-    assert placement_in_order(four, job(2, 2), {"n1": 1, "n3": 2}).hosts == ("n2", "n4")
-
-
-def test_an_elastic_job_takes_what_there_is(four):
-    assert placement_in_order(four, job("2:4", 2), {"n2": 1}).hosts == ("n1", "n3", "n4")
-
-
 def test_a_job_that_can_never_run_is_told_so_even_while_others_wait(four):
     with pytest.raises(RenderError):
         placement_in_order(four, job(5), {}, ahead=[WaitingJob("old", job(4, 2))])

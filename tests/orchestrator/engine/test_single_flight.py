@@ -161,18 +161,3 @@ def test_a_clock_that_jumps_stops_nobody(laptops, away, clock, job_file, step):
     clock.now += step
     look(laptops[1])
     assert len(away.calls("poll")) == 2
-
-
-def test_many_jobs_are_one_question(laptops, away, clock, job_file):
-    loaded = job_file()
-    from orc.orchestrator.engine import job_source, steps
-    from orc.orchestrator.engine.submission import new_submission, submit
-
-    ws = laptops[0].workspace
-    snapshot = job_source.take(ws.store, loaded, steps.silent, away)
-    for _ in range(40):
-        submit(ws, [new_submission(ws, loaded.spec, snapshot, source="")])
-    clock.now += 5
-    look(laptops[0])
-    look(laptops[1])
-    assert away.calls("poll") == ["40"]

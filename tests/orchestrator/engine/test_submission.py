@@ -374,20 +374,6 @@ def test_a_copy_that_comes_after_its_job_has_ended_is_looked_for_and_told_to_end
     assert client.job(view.id).state == "CANCELLED"
 
 
-def test_nobody_looks_for_a_copy_for_ever(client, backend, clock, job_file):
-    backend.behave(submit="swallowed")
-    view = client.submit(job_file())
-    backend.behave(submit="unreachable")
-    client.refresh()
-    client.cancel([view.id])
-    clock.now += 1000
-    client.refresh()
-    looks = len(backend.calls("find"))
-    clock.now += 1000
-    client.refresh()
-    assert len(backend.calls("find")) == looks
-
-
 def test_a_copy_on_a_cluster_that_is_gone_for_good_is_given_up(client, backend, clock, job_file):
     backend.behave(submit="swallowed")
     view = client.submit(job_file())

@@ -13,7 +13,7 @@ from orc.orchestrator.ledger.database import Conflict, LedgerError
 from orc.orchestrator.ledger.leases import CLAIM_S
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, IllegalTransition, JobState, Kind, Position
 from orc.orchestrator.ledger.opening import open_database
-from orc.orchestrator.ledger.records import AttemptRecord, EventRecord, JobRecord, NewJob, Reservation, dump
+from orc.orchestrator.ledger.records import AttemptRecord, JobRecord, NewJob, Reservation, dump
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.ledger.transaction import Transaction
 
@@ -121,13 +121,6 @@ def test_a_new_job_with_its_first_attempt(ledger, clock):
     assert ledger.tags(A) == {"t": "1", "u": "2"}
     assert cells(ledger, "SELECT spec, digests FROM jobs") == [('{"a":"é","b":[1]}', '{"code":"c","runtime":"r"}')]
     assert cells(ledger, "SELECT hosts, progress, restarts FROM attempts") == [('["n2","n1"]', "{}", 0)]
-
-
-def test_an_attempt_without_hosts_tells_of_none(ledger):
-    job = create(ledger)
-    assert job.attempt.hosts == ()
-    assert told(ledger)[1] == ("prepared", 1, {"marker": "orc-a-aaaaaa-a1", "plan": "plan", "trees": job.digests})
-    assert ledger.reservations() == []
 
 
 def test_a_job_that_has_to_wait_says_for_what_and_has_no_attempt(ledger, clock):
@@ -348,14 +341,6 @@ def test_a_transaction_has_one_time(ledger, clock):
     assert (ledger.job(A).created_at, ledger.events(A)[0].at) == (now, now)
 
 
-def test_a_transaction_sees_the_reservations_of_a_cluster(ledger):
-    create(ledger, placement=TWO)
-    create(ledger, B, Placement(("n9",), 1), cluster="other")
-    with ledger.transaction() as tx:
-        assert [(r.host, r.job) for r in tx.reservations("lab")] == [("n1", A), ("n2", A)]
-        assert [r.host for r in tx.reservations("other")] == ["n9"]
-
-
 def test_jobs_that_want_hosts_come_oldest_first_then_by_name(ledger, clock):
     def wait(job_id, **changes):
         with ledger.transaction() as tx:
@@ -425,10 +410,6 @@ def test_what_cannot_last_is_refused_unless_it_need_not(tmp_path, clock):
     ledger.close()
     with pytest.raises(LedgerError, match="closed"):
         ledger.job(A)
-
-
-def test_a_database_that_knows_no_copies_is_never_one(clock):
-    assert Ledger(object(), clock).volatile == ""
 
 
 # -- claims
@@ -508,31 +489,6 @@ def test_rows_become_values_column_by_column():
     assert JobRecord.from_row(JOB, None).position == Position(JobState.QUEUED, 2, None)
     empty = AttemptRecord.from_row((*ATTEMPT[:7], None, *ATTEMPT[8:17], None, None))
     assert (empty.handle, empty.exit, empty.sent_to) == (None, None, None)
-
-
-@pytest.mark.parametrize("change", [lambda row: row[:-1], lambda row: (*row, None)])
-def test_a_row_of_another_schema_is_no_value(change):
-    with pytest.raises(ValueError, match=r"argument 2 is (shorter|longer)"):
-        AttemptRecord.from_row(change(ATTEMPT))
-    with pytest.raises(ValueError, match=r"argument 2 is (shorter|longer)"):
-        JobRecord.from_row(change(JOB), None)
-
-
-def test_a_reservation_names_the_marker_of_its_attempt():
-    assert Reservation("lab", "n1", A, 3, 0, 1, 0.0).marker == "orc-a-aaaaaa-a3"
-
-
-def test_an_event_has_a_form_for_json():
-    event = EventRecord(7, A, 2, 1.5, "placed", {"hosts": ["n1"]})
-    assert event.to_dict() == {
-        "id": 7,
-        "job": A,
-        "attempt": 2,
-        "at": 1.5,
-        "kind": "placed",
-        "data": {"hosts": ["n1"]},
-    }
-    assert event.to_dict()["data"] is not event.data
 
 
 def test_an_event_of_no_job_is_refused(ledger):

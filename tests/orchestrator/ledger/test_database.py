@@ -59,19 +59,6 @@ def test_statements_take_named_values_and_say_how_many_rows_they_changed(opened)
         assert connection.tuples(KEYS) == [("a",), ("b",)]
 
 
-def test_a_transaction_takes_its_lock_at_once_and_waits_as_long_as_it_may(opened):
-    ran = []
-    opened._raw.set_trace_callback(ran.append)
-    for transaction, begin in ((opened.read, "BEGIN"), (opened.write, "BEGIN IMMEDIATE")):
-        with transaction() as connection:
-            ran.append("here")
-            assert connection.tuples("PRAGMA busy_timeout") == [(120_000,)]
-        look = "SELECT 1 FROM sqlite_master LIMIT 1"
-        whole = ["PRAGMA busy_timeout = 1000", begin, look, "PRAGMA busy_timeout = 120000"]
-        assert ran == [*whole, "here", "PRAGMA busy_timeout", "COMMIT"]
-        ran.clear()
-
-
 def test_what_fails_inside_is_taken_back_and_goes_on_as_it_is(opened):
     class Own(Exception):
         pass

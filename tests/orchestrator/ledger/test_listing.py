@@ -7,7 +7,6 @@ import pytest
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.ledger import store
 from orc.orchestrator.ledger.lifecycle import Event, Kind
-from orc.orchestrator.ledger.prune import PruneRule, prunable
 from orc.orchestrator.ledger.records import NewJob
 from orc.orchestrator.ledger.store import InvalidCursor, JobFilter
 from orc.orchestrator.views import JobRow
@@ -130,10 +129,6 @@ def test_what_no_page_has_given_is_no_cursor(ledger, cursor):
     assert "next" in caught.value.hint
 
 
-def test_a_cursor_is_exact(clock):
-    assert store.decode_cursor(store.encode_cursor(1763862000.123456789, "a-1")) == (1763862000.123456789, "a-1")
-
-
 def test_events_after_one_come_in_order_up_to_a_limit_and_of_one_job(ledger, put):
     assert ledger.last_event_id() == 0
     for i in range(3):
@@ -215,12 +210,6 @@ def test_lists_events_and_live_jobs_are_read_through_indexes(crowded):
     ):
         told = plan(crowded, sql, {})
         assert any(index in told for index in indexes), told
-
-
-def test_nothing_is_prunable_in_a_crowd_of_the_newest(crowded):
-    with crowded.read() as connection:
-        assert prunable(connection, PruneRule(0.0)) == []
-        assert len(prunable(connection, PruneRule(1e9), 7)) == 7
 
 
 def test_jobs_are_counted_by_state_and_those_that_have_not_ended_by_cluster(ledger, put):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -42,10 +41,6 @@ def test_only_file_systems_that_other_machines_write_to_count(tmp_path):
     found = [database.network_file_system(database.Path(path), table) for path in ("/home/x", "/home/local", "/tmp")]
     assert found == ["nfs4", None, None]
     assert database.network_file_system(tmp_path, tmp_path / "nothing") is None
-
-
-def test_this_machine_s_own_table_can_be_read():
-    assert database.kind_of(os.path.realpath("/proc"), database.Path("/proc/self/mountinfo").read_text()) == "proc"
 
 
 def journal_mode(opened: SqliteDatabase) -> str:

@@ -291,12 +291,3 @@ def test_a_migrated_database_behind_a_url_is_not_migrated_again(tmp_path, older,
     database.close()
     monkeypatch.setattr("orc.orchestrator.ledger.engine.upgrade", lambda *_: pytest.fail("it is migrated"))
     open_database(tmp_path / "state", url).close()
-
-
-def test_a_database_behind_a_url_that_cannot_be_used_is_given_up(tmp_path, monkeypatch):
-    closed = []
-    monkeypatch.setattr(CoreDatabase, "close", lambda database: closed.append(database.url))
-    (tmp_path / "core.db").write_bytes(b"precious notes\n" * 100)
-    with pytest.raises(LedgerError, match="not a database"):
-        open_database(tmp_path, f"sqlite+pysqlite:///{tmp_path}/core.db")
-    assert closed == [f"sqlite+pysqlite:///{tmp_path}/core.db"]

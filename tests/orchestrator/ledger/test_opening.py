@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import os
 import resource
 import sqlite3
@@ -10,13 +9,11 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from orc.orchestrator.ledger import database as ledger_database
-from orc.orchestrator.ledger.database import HEAD, LedgerError, holders
+from orc.orchestrator.ledger.database import HEAD, LedgerError
 from orc.orchestrator.ledger.opening import open_database
 
 
@@ -97,38 +94,6 @@ def test_a_wait_for_the_ledger_is_said_within_two_seconds_with_the_file_and_its_
     comm = Path("/proc/self/comm").read_text().strip()
     assert said.created - began < 2
     assert said.getMessage() == f"waiting for the ledger {tmp_path}/ledger.db, held by process {os.getpid()} ({comm})"
-
-
-def test_a_ledger_that_stays_locked_is_named_with_its_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger_database, "BUSY_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(ledger_database, "SILENT_S", 0.05)
-    open_database(tmp_path).close()
-    database = open_database(tmp_path)
-    with open_writer(tmp_path / "ledger.db"), pytest.raises(LedgerError, match="locked") as caught, database.write():
-        pass
-    assert caught.value.hint.endswith(f"fuser -v {tmp_path}/ledger.db")
-
-
-@contextmanager
-def open_writer(path):
-    writer = sqlite3.connect(path, isolation_level=None)
-    writer.execute("BEGIN IMMEDIATE")
-    yield
-    writer.execute("ROLLBACK")
-    writer.close()
-
-
-def test_texts_are_read_alike_whatever_the_encoding_of_the_locale(tmp_path, monkeypatch):
-    monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "utf-16")
-    database = open_database(tmp_path)
-    path = tmp_path / "ledger.db"
-    (tmp_path / "locks").write_bytes(
-        b"1: POSIX  ADVISORY  WRITE %d 08:01:%d 0 EOF\n" % (os.getpid(), path.stat().st_ino)
-    )
-    (held,) = holders(path, tmp_path / "locks")
-    comm = Path("/proc/self/comm").read_bytes().decode().strip()
-    assert held == f"process {os.getpid()} ({comm})"
-    database.close()
 
 
 def test_a_damaged_ledger_is_refused_and_left_alone(tmp_path):

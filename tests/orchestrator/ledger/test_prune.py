@@ -168,14 +168,6 @@ def test_what_is_removed_in_one_step_is_bounded_by_its_events(ledger, clock, put
     assert steps == [["old-a", "old-b"], ["old-c", "old-d"], ["old-e"]]
 
 
-def test_a_job_with_many_events_is_removed_by_itself(ledger, clock, put, monkeypatch):
-    put("old-a", 40)
-    put("old-b", 40)
-    put("new", 1)
-    monkeypatch.setattr(pruning, "EVENTS", 1)
-    assert prune(ledger, PruneRule(clock.now - DAY)).jobs == 2
-
-
 def test_nothing_is_pruned_in_a_copy_of_a_ledger_that_cannot_be_written(tmp_path, clock):
     open_database(tmp_path).close()
     copy = Ledger(SqliteDatabase(tmp_path / "ledger.db", "its disk is full"), clock)

@@ -8,10 +8,9 @@ import pytest
 from prepared_jobs import create_prepared
 
 from orc.launchers.backends.base import Placement
-from orc.orchestrator.ledger.database import one_of
-from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, Event, Kind
+from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.opening import open_database
-from orc.orchestrator.ledger.records import EventRecord, NewJob, Reservation, conditions
+from orc.orchestrator.ledger.records import EventRecord, NewJob, Reservation
 from orc.orchestrator.ledger.store import JobFilter, Ledger
 
 
@@ -79,19 +78,6 @@ def test_many_ids_are_looked_up_by_five_hundred_in_one_look(ledger, put, looks, 
     found = ledger.jobs([f"job-{i}" for i in range(number)])
     assert ids(found) == ([] if not number else ["job-0"] if number == 1 else [f"job-{number - 1}", "job-0"])
     assert looks == [queries]
-
-
-def test_a_statement_has_a_name_for_each_value():
-    live, states = one_of("j.state", ["PENDING", "PREPARED", "QUEUED", "RUNNING", "SUBMITTING"])
-    assert live == "j.state IN (:j_state_0, :j_state_1, :j_state_2, :j_state_3, :j_state_4)"
-    assert list(conditions(None, ACTIVE_JOB)) == [(live, states)]
-    assert list(conditions([], ACTIVE_JOB)) == []
-    assert list(conditions(["a", "b"])) == [("1 = 1 AND j.id IN (:j_id_0, :j_id_1)", {"j_id_0": "a", "j_id_1": "b"})]
-    assert list(conditions(["a"], ACTIVE_JOB)) == [(f"{live} AND j.id IN (:j_id_0)", {**states, "j_id_0": "a"})]
-    many = [str(i) for i in range(501)]
-    first, second = conditions(many)
-    assert list(first[1].values()) + list(second[1].values()) == many
-    assert second == ("1 = 1 AND j.id IN (:j_id_0)", {"j_id_0": "500"})
 
 
 def test_jobs_come_oldest_first_then_by_id(ledger, put):

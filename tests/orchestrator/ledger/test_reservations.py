@@ -25,38 +25,6 @@ def create(ledger, clock):
     return create
 
 
-def held(ledger, cluster=None):
-    return [(r.host, r.marker, r.node, r.slots) for r in ledger.reservations(cluster)]
-
-
-def test_an_attempt_can_give_its_hosts_back_and_get_others(ledger, create):
-    job = create("a-aaaaaa", TWO)
-    with ledger.transaction() as tx:
-        begun = tx.record(job, Event(Kind.SUBMITTING, 1))
-        tx.record(begun, Event(Kind.RELEASED, 1), vacate=True)
-    assert held(ledger) == []
-    with ledger.transaction() as tx:
-        placed = tx.place(tx.find(job.id), Placement(("n3",), 1))
-    assert placed.attempt.hosts == ("n3",)
-    with ledger.transaction() as tx:
-        tx.place(tx.find(job.id), Placement(("n4",), 1))
-    assert held(ledger) == [("n4", job.attempt.marker, 0, 1)]
-
-
-def test_the_jobs_without_hosts_are_those_that_want_some(ledger, create):
-    create("held-aaaaaa", TWO)
-    waiting = create("wait-bbbbbb", reason="waiting for room")
-    vacated = create("gone-cccccc", TWO)
-    cancelled = create("stop-dddddd", reason="waiting for room")
-    create("far-eeeeee", reason="waiting for room", cluster="other")
-    with ledger.transaction() as tx:
-        tx.record(tx.record(vacated, Event(Kind.SUBMITTING, 1)), Event(Kind.RELEASED, 1), vacate=True)
-        tx.record(cancelled, Event(Kind.CANCEL_REQUESTED), job_set={"cancel_requested_at": tx.now})
-    with ledger.transaction() as tx:
-        found = tx.unplaced("lab")
-    assert {job for job, *_ in found} == {waiting.id, vacated.id}
-
-
 def test_failed_hosts_are_kept_by_attempt_and_named_once(ledger, create):
     job = create("a-aaaaaa", TWO)
     with ledger.transaction() as tx:

@@ -31,11 +31,6 @@ def test_the_newest_revision_is_the_one_this_code_works_with():
     assert ScriptDirectory(str(engine.MIGRATIONS)).get_heads() == [HEAD]
 
 
-def test_a_ledger_is_stamped_with_its_version_once(made):
-    with sqlite3.connect(made) as connection:
-        assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [(HEAD,)]
-
-
 def test_the_schema_compiles_for_postgresql():
     made: list[str] = []
     engine = sa.create_mock_engine(

@@ -28,16 +28,6 @@ def create(ledger: Ledger, job_id: str = "digits-aaaaaa", **changes):
         return create_prepared(tx, new_job(job_id, **changes), f"orc-{job_id}-a1", "p" * 64, "me", tx.now + 60)
 
 
-def test_a_change_of_a_job_that_has_changed_since_is_refused_and_changes_nothing(ledger):
-    stale = create(ledger)
-    with ledger.transaction() as tx:
-        tx.record(stale, Event(Kind.SUBMITTING, 1))
-    before = (ledger.job(stale.id), ledger.events(stale.id))
-    with pytest.raises(Conflict), ledger.transaction() as tx:
-        tx.record(stale, Event(Kind.SUBMITTING, 1))
-    assert (ledger.job(stale.id), ledger.events(stale.id)) == before
-
-
 def test_one_refused_change_leaves_the_others_of_its_transaction(ledger):
     stale, fresh = create(ledger, "a-aaaaaa"), create(ledger, "b-bbbbbb")
     with ledger.transaction() as tx:
