@@ -218,10 +218,3 @@ def test_a_cluster_that_is_away_is_said_once(serve, client, backend, job_file):
 )
 def test_it_looks_less_often_the_longer_nothing_happens_but_in_time_for_a_retry(quiet_for, due, expected):
     assert passes.pause(quiet_for, 0, due, 2.0) == expected
-
-
-def test_one_pass_sends_the_retry_of_what_it_has_seen_fail(client, backend, job_file):
-    job = client.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0}))
-    backend.set(job.attempt.marker, Phase.FAILED, cause="crash")
-    client.refresh()
-    assert [a.state for a in client.job(job.id).attempts] == ["FAILED", "PENDING"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger import audit, content_holders, database
 from orc.orchestrator.ledger.database import LedgerError
-from orc.orchestrator.ledger.opening import open_database
 from orc.orchestrator.service.housekeeping import keep_house
 from orc.orchestrator.service.settings import load_settings
 
@@ -185,23 +183,3 @@ def test_a_cancellation_that_cannot_be_kept_must_have_reached_the_cluster(client
     backend.behave(cancel=None)
     client.cancel([job.id])
     assert len(backend.calls("cancel")) == 1
-
-
-def test_some_space_is_kept_back_and_given_up_where_there_is_none(tmp_path, monkeypatch):
-    open_database(tmp_path).close()
-    kept = tmp_path / "ledger.db.reserve"
-    status = kept.stat()
-    assert (status.st_size, stat.S_IMODE(status.st_mode)) == (database.RESERVE_BYTES, 0o600)
-    assert status.st_blocks * 512 >= database.RESERVE_BYTES
-    monkeypatch.setattr(database, "_free", lambda _: database.RESERVE_BYTES * (not kept.exists()))
-    assert database.unwritable(tmp_path / "ledger.db") == ""
-    assert not kept.exists()
-    open_database(tmp_path).close()
-    assert not kept.exists()
-
-
-def test_a_file_system_that_does_not_say_how_large_it_is_is_not_full(tmp_path, monkeypatch):
-    silent = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
-    monkeypatch.setattr(os, "statvfs", lambda _: silent)
-    (tmp_path / "ledger.db").touch()
-    assert database.unwritable(tmp_path / "ledger.db") == ""

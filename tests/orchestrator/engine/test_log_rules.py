@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import subprocess
 from datetime import timedelta
 
 import pytest
@@ -40,12 +39,6 @@ def test_the_order_of_the_rules_decides_and_then_that_of_the_logs():
     assert log_rules.search(["fatal", "error"], texts) == (0, 2, "fatal")
     assert log_rules.search(["absent", r"error: \d"], texts) == (1, 1, "error: 7")
     assert log_rules.search(["absent"], texts) is None
-
-
-def test_a_search_that_would_take_for_ever_is_ended(monkeypatch):
-    monkeypatch.setattr(log_rules, "SEARCH_S", 0.5)
-    with pytest.raises(subprocess.TimeoutExpired):
-        log_rules.search(["(?:a|a)(?:.*,){12}b$"], ["a" + "," * 1900])
 
 
 @pytest.fixture
