@@ -193,7 +193,7 @@ PROMISES: dict[str, list[tuple[str, str]]] = {
         (f"{AGENT}/test_record_border.py", "test_whatever_lies_in_the_place_of_a_record_spoils_no_other_attempt"),
         (f"{AGENT}/test_record_border.py", "test_a_job_has_no_more_nodes_than_its_plan"),
         ("orchestrator/engine/test_reconciler.py", "test_what_one_job_has_left_keeps_no_other_job_waiting"),
-        ("orchestrator/insight/test_curves.py", "test_a_look_ends_in_time_and_the_next_goes_on"),
+        ("orchestrator/insight/test_metrics.py", "test_a_look_ends_in_time_and_the_next_goes_on"),
     ],
     "Values are resolved at submission": [
         ("orchestrator/engine/test_job_secrets.py", "test_no_secret_value_reaches_the_ledger"),

@@ -1,7 +1,9 @@
-"""A client over a fake backend, a clock that a test moves, and job files."""
+"""A client over a fake backend, a clock that a test moves, job files, and a certificate of this machine."""
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -56,3 +58,34 @@ def job_file(tmp_path: Path) -> Callable[..., LoadedJob]:
 def subprocess_env(orc_home: Path) -> dict[str, str]:
     """The environment of a process that may import `fake_backend`."""
     return {**os.environ, "PYTHONPATH": str(HERE)}
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificate and key of localhost in one file; it is its own authority."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path_factory.mktemp("certificate") / "localhost.pem"
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path.write_bytes(made.public_bytes(serialization.Encoding.PEM) + private)
+    return path

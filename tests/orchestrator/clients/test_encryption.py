@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import ipaddress
 import socket
 import socketserver
 import threading
@@ -13,10 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from served_ledger import Served
 
 from orc.launchers.errors import LaunchError
@@ -31,24 +25,9 @@ from orc.orchestrator.service.settings import Settings
 
 
 @pytest.fixture(scope="module")
-def encrypted(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def encrypted(served: Served, certificate: Path) -> Iterator[tuple[str, Path]]:
     """A service with a certificate of its own over the same ledger: its URL, and the certificate."""
-    home = tmp_path_factory.mktemp("tls")
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "orc")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    (home / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    private = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    (home / "key.pem").write_bytes(key.private_bytes(*private))
-    settings = Settings(port=0, reconciler=False, tls_cert=home / "cert.pem", tls_key=home / "key.pem")
+    settings = Settings(port=0, reconciler=False, tls_cert=certificate, tls_key=certificate)
     server = make_server(settings, create_app(settings, open_client=served.ledger))
     listening = socket.create_server(("127.0.0.1", 0))
     serving = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -56,7 +35,7 @@ def encrypted(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Itera
     while not server.started:
         assert serving.is_alive()
         time.sleep(0.01)
-    yield f"https://127.0.0.1:{listening.getsockname()[1]}", home / "cert.pem"
+    yield f"https://127.0.0.1:{listening.getsockname()[1]}", certificate
     server.should_exit = True
     serving.join()
 

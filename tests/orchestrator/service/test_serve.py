@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import signal
@@ -110,45 +109,16 @@ def test_it_refuses_a_wider_address_without_a_token_and_without_encryption(capsy
     assert "cannot listen" in capsys.readouterr().err
 
 
-def _certificate(directory: Path) -> tuple[Path, Path]:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    cert, secret = directory / "cert.pem", directory / "key.pem"
-    cert.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    secret.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return cert, secret
-
-
-def test_tls_by_itself_and_a_quiet_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tls_by_itself_and_a_quiet_end(certificate: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A wide address with TLS; old protocols are refused; SIGTERM ends streams with a word and exits with 0."""
-    cert, key = _certificate(tmp_path)
     token = make_token(capsys)
-    options = ("--host", "0.0.0.0", "--tls-cert", str(cert), "--tls-key", str(key), "--no-reconciler")
+    options = ("--host", "0.0.0.0", "--tls-cert", str(certificate), "--tls-key", str(certificate), "--no-reconciler")
     with serving(*options) as (url, process):
         url = url.replace("0.0.0.0", "localhost")
         assert url.startswith("https://")
-        trusting = ssl.create_default_context(cafile=str(cert))
+        trusting = ssl.create_default_context(cafile=str(certificate))
         with httpx.Client(verify=trusting, headers=bearer(token), timeout=60) as http:
-            old = ssl.create_default_context(cafile=str(cert))
+            old = ssl.create_default_context(cafile=str(certificate))
             old.set_ciphers("DEFAULT:@SECLEVEL=0")  # as far as the library itself still knows TLS 1.1
             with pytest.warns(DeprecationWarning, match="TLSv1"):
                 old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
