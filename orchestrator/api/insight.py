@@ -173,7 +173,7 @@ def read_plan(session: LedgerSession, job_id: JobId) -> PlanView:
     ws = session.workspace
     attempt = AttemptId(job_id, max(len(job.attempts), 1))
     planner = PlacementPlanner(ws, stored_spec(ws, job_id), stored_snapshot(ws, job.digests), attempt, owner=job.owner)
-    hosts = job.attempt.hosts if job.attempt and planner.places else ()
+    hosts = job.attempt.hosts if job.attempt and planner.placer else ()
     return PlanView(**planner.render(Placement(hosts) if hosts else None).to_dict())
 
 

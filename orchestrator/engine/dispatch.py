@@ -18,7 +18,16 @@ from orc.orchestrator.engine import admission, delivery, job_secrets, orphans
 from orc.orchestrator.engine.attempt_inputs import InputsUnavailable, attempt_inputs, stored_spec, stored_specs
 from orc.orchestrator.engine.placement import PlacementPlanner, PreparedAttempt, RenderedPlan
 from orc.orchestrator.engine.queueing import is_limited, queue_key, read_head_starts
-from orc.orchestrator.engine.steps import PassReport, Progress, apply, fault_point, note_unreachable, silent, write_all
+from orc.orchestrator.engine.steps import (
+    PassReport,
+    Progress,
+    apply,
+    fault_point,
+    note_unreachable,
+    silent,
+    what_of,
+    write_all,
+)
 from orc.orchestrator.engine.updates import update_for_early_cancel
 from orc.orchestrator.ledger import groups, leases
 from orc.orchestrator.ledger.database import Conflict, LedgerError, batches
@@ -166,17 +175,14 @@ def _dispatch_batch(ws: Workspace, jobs: Sequence[JobRecord], report: PassReport
     except delivery.HostAway as away:
         if not new:
             note_unreachable(ws, cluster, jobs, away.error.what, report)
-    except LaunchError as error:
-        if new:
+    except Exception as error:
+        if not new:
+            note_unreachable(ws, cluster, jobs, what_of(error), report)
+        elif isinstance(error, LaunchError):
             report.errors.update(dict.fromkeys(ids, error))
             _reject(ws, ws.ledger.jobs(ids), error.what)
         else:
-            what = error.reason if isinstance(error, OutOfReach) else error.what
-            note_unreachable(ws, cluster, jobs, what, report)
-    except Exception as error:
-        if new:
             raise
-        note_unreachable(ws, cluster, jobs, f"{type(error).__name__}: {error}", report)
     finally:
         if not new:
             ws.give_back(*ids)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import BaseModel
 
 from orc.launchers.backends.base import Snapshot
-from orc.launchers.environments.rendering import environment_of
+from orc.launchers.environments.rendering import environment_of, render_environment
 from orc.launchers.errors import LaunchError, RenderError, SpecError
 from orc.launchers.snapshot.listing import patterns_of
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
@@ -26,7 +26,6 @@ from orc.launchers.spec.load import Examined, examine, examine_document
 from orc.launchers.spec.problems import Problem, SpecProblems, dotted
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Snapshot
     from orc.launchers.findings import Finding
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.snapshot.scan import SourceTree
@@ -145,7 +144,6 @@ def _error(do: Callable[[], Any]) -> LaunchError | None:
 def _check_environment(loaded: LoadedJob, spec: JobSpec, cluster: Cluster) -> None:
     """Raise `LaunchError` for an environment that names a file which is not there."""
     from orc.launchers.commands import build_command
-    from orc.launchers.environments.rendering import render_environment
     from orc.launchers.paths import Layout
 
     layout = Layout.at("/")
@@ -154,9 +152,7 @@ def _check_environment(loaded: LoadedJob, spec: JobSpec, cluster: Cluster) -> No
 
 def _snapshot(loaded: LoadedJob, spec: JobSpec, cluster: Cluster) -> Snapshot:
     """Return a snapshot of the files that a plan requests by name, as far as they exist; nothing is read."""
-    from orc.launchers.backends.base import Snapshot
-    from orc.launchers.environments.rendering import environment_of
-    from orc.launchers.snapshot.manifest import FILE, Bundle, Entry
+    from orc.launchers.snapshot.manifest import FILE, Entry
 
     wanted = environment_of(spec, cluster)
     names = ["requirements.txt", posixpath.join(posixpath.dirname(spec.script or ""), "requirements.txt")]

@@ -26,7 +26,7 @@ from orc.orchestrator.ledger import leases, polls
 from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.ledger.lifecycle import AttemptState, Event, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobSize, JobUpdate
-from orc.orchestrator.workspace import Access, OutOfReach, Workspace
+from orc.orchestrator.workspace import Access, Workspace
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Backend, Handle, Observation
@@ -66,8 +66,7 @@ def _by_access(ws: Workspace, jobs: Iterable[JobRecord], report: PassReport) -> 
         try:
             found[ws.access(job.cluster, job.owner, job.attempt.sent_to)].append(job)
         except Exception as error:  # noqa: BLE001 - one backend's defect must not keep the others' jobs waiting
-            what = error.reason if isinstance(error, OutOfReach) else what_of(error)
-            without[job.cluster, what].append(job)
+            without[job.cluster, what_of(error)].append(job)
     for (cluster, what), those in without.items():
         note_unreachable(ws, cluster, those, what, report)
     return found

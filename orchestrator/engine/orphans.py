@@ -157,9 +157,8 @@ def _look(ws: Workspace, copy: Orphan) -> None:
     job = ws.ledger.job(copy.job_id)
     attempt = next((one for one in ws.ledger.attempts(copy.job_id) if one.number == copy.attempt), None)
     if job is None or attempt is None or (attempt.handle and not is_outside_lease(attempt, copy.sent_to, copy.hosts)):
-        _forget(
-            ws, copy.job_id, copy.attempt, copy.sent_to
-        )  # it was sent again, and the lease of that one keeps others away
+        # It was sent again, and the lease of that one keeps others away.
+        _forget(ws, copy.job_id, copy.attempt, copy.sent_to)
         return
     if not attempt.handle and not attempt.state.terminal:
         _look_later(ws, copy, ws.clock() + WATCH_S)

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from orc.orchestrator.workspace import Workspace
 
 _LOOKED_AT = 10  # jobs that are read at once of those that are before one in the queue: mostly the first decides
-Place = tuple[
-    float, int, str, str
-]  # what decides about a job's place in the queue: when it was made, its priority, its owner, its id
+# What decides about a job's place in the queue: when it was made, its priority, its owner, its id.
+Place = tuple[float, int, str, str]
 
 
 _ALL = 1 << 30  # more slots than any host has
@@ -176,11 +175,12 @@ class PlacementPlanner:
         return self.ws.backend_of_user(self.spec.cluster, self.owner)
 
     @property
-    def places(self) -> bool:
-        """True where hosts have to be chosen and kept."""
+    def placer(self) -> SupportsPlacement | None:
+        """The backend, where hosts have to be chosen and kept."""
         from orc.launchers.backends.base import SupportsPlacement
 
-        return isinstance(self.backend, SupportsPlacement)
+        backend = self.backend
+        return backend if isinstance(backend, SupportsPlacement) else None
 
     def prepare(self, job: JobRecord) -> PreparedAttempt:
         """Return a PREPARED attempt: the next one of a QUEUED *job*, or of a PREPARED one, on its hosts if they do.
@@ -208,7 +208,7 @@ class PlacementPlanner:
         """Return the attempt as it was prepared before; `None` when it has no hosts any more, or bad ones."""
         from orc.launchers.backends.base import Placement
 
-        if not self.places:
+        if self.placer is None:
             placement = self._avoiding()
             return PreparedAttempt(self.render(placement), placement, job)
         kept = self.ws.ledger.reservations(job_id=job.id)
@@ -224,14 +224,14 @@ class PlacementPlanner:
         Raises `NoRoom`, and what rendering and looking raise.
         """
         while True:
-            if self.places:
+            if backend := self.placer:
                 self._excluded = tuple(excluded(self.ws.state_dir, self.spec.cluster))
                 with self.ws.ledger.database.read() as connection:
-                    placement: Placement | None = self._place(Transaction(connection, self.ws.clock()))
+                    placement: Placement | None = self._place(backend, Transaction(connection, self.ws.clock()))
             else:
                 placement = self._avoiding()
             plan = self.render(placement)
-            if not (self.places or self.attempt.number == 1) or self.check(plan, placement):
+            if not (backend or self.attempt.number == 1) or self.check(plan, placement):
                 return plan, placement
 
     def render(self, placement: Placement | None) -> Plan:
@@ -244,19 +244,20 @@ class PlacementPlanner:
     def commit(self, placement: Placement | None, write: Callable[[Transaction], JobRecord]) -> JobRecord | None:
         """Run *write* in the transaction in which *placement* is still what is to be had; `None` when it is not."""
         with self.ws.ledger.transaction() as tx:
-            if self.places and self._place(tx) != placement:
+            if (backend := self.placer) and self._place(backend, tx) != placement:
                 return None
             return write(tx)
 
     def waiting_reason(self, error: NoRoom) -> str:
         """Return the reason of a job that waits: its hosts, their holders, and the hosts that were left out."""
         held = self.ws.ledger.reservations(self.spec.cluster)
-        text = waiting_reason(error, self._placing.candidates(self.spec), held, besides=self.attempt.job)
+        candidates = self.placer.candidates(self.spec) if self.placer else ()
+        text = waiting_reason(error, candidates, held, besides=self.attempt.job)
         return "; ".join([text, *(f"{host}: {trouble.what}" for host, trouble in sorted(self.unusable.items()))])
 
     def exclude_host(self, placement: Placement | None, error: LaunchError) -> bool:
         """Note that a host of *placement* is to blame for *error*; False when none is, or there is no way around it."""
-        if not self.places or placement is None or error.host not in placement.hosts or error.host in self.unusable:
+        if self.placer is None or placement is None or error.host not in placement.hosts or error.host in self.unusable:
             return False
         self.unusable[error.host] = error
         return True
@@ -286,20 +287,11 @@ class PlacementPlanner:
     def _tell(self, level: str, what: str, where: str, hint: str) -> None:
         self.progress("finding", {"level": level, "what": what, "where": where, "hint": hint})
 
-    @property
-    def _placing(self) -> SupportsPlacement:
-        from orc.launchers.backends.base import SupportsPlacement
-
-        backend = self.backend
-        if not isinstance(backend, SupportsPlacement):
-            raise TypeError(f"{backend.kind} says that it places jobs, and does not")
-        return backend
-
-    def _place(self, tx: Transaction) -> Placement:
+    def _place(self, backend: SupportsPlacement, tx: Transaction) -> Placement:
         cluster, job_id = self.spec.cluster, self.attempt.job
         taken = taken_slots(tx.reservations(cluster), besides=job_id)
         avoid = {*_to_avoid(self.spec, tx.failed_hosts(job_id), self.attempt.number), *self.unusable, *self._excluded}
-        return placement_in_order(self._placing, self.spec, taken, ahead=self._ahead(tx), avoid=avoid)
+        return placement_in_order(backend, self.spec, taken, ahead=self._ahead(tx), avoid=avoid)
 
     def _ahead(self, tx: Transaction) -> Iterator[WaitingJob]:
         """Yield the jobs that are before this one in the queue and have no hosts yet, in order."""

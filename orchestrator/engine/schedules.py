@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from orc.launchers.errors import LaunchError, SpecError
@@ -179,7 +178,7 @@ def change(ws: Workspace, schedule_id: str, *, enabled: bool) -> ScheduleRecord:
             continue
         if enabled:
             ws.on_live_job()
-        return replace(changed)
+        return changed
 
 
 def remove(ws: Workspace, schedule_id: str) -> None:

@@ -12,7 +12,7 @@ from orc.launchers.errors import LaunchError
 from orc.orchestrator.engine import job_secrets
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
-from orc.orchestrator.workspace import Workspace
+from orc.orchestrator.workspace import OutOfReach, Workspace
 
 FAULT_POINT = "ORC_FAULT_POINT"
 FAULT_HOLD = "ORC_FAULT_HOLD"
@@ -116,6 +116,8 @@ def _forget_secrets(ws: Workspace, jobs: Iterable[JobRecord]) -> None:
 
 def what_of(error: Exception) -> str:
     """Return the text of an error for a job's reason; of a defect with its class."""
+    if isinstance(error, OutOfReach):
+        return error.reason
     return error.what if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
 
 
