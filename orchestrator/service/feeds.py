@@ -23,7 +23,7 @@ from orc.orchestrator.service.ledger_clients import LedgerClients
 
 logger = logging.getLogger("orc.service")
 _PAGE = 500
-_KEPT = 5000  # newest events in memory; who is further behind reads the ledger
+_KEPT_EVENTS = 5000  # newest events in memory; who is further behind reads the ledger
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class EventFeed:
 
     def __init__(self, clients: LedgerClients, poll_s: float) -> None:
         self._clients, self._poll_s = clients, poll_s
-        self._kept: deque[FeedEvent] = deque(maxlen=_KEPT)
+        self._kept: deque[FeedEvent] = deque(maxlen=_KEPT_EVENTS)
         self._position = 0  # id of the newest event that listeners may see
         self._news = asyncio.Condition()
         self._listeners = 0
@@ -128,7 +128,7 @@ class EventFeed:
 
 
 PIECE = 128 << 10  # bytes of a log that one event brings at most
-_KEPT = 2 << 20  # newest bytes of a log in memory; who is further behind reads the log
+_KEPT_BYTES = 2 << 20  # newest bytes of a log in memory; who is further behind reads the log
 _PAUSE = (0.25, 2.0)  # between two looks at a log that is silent: shorter after it has grown
 _Result = TypeVar("_Result")
 
@@ -267,7 +267,7 @@ class LogFeed:
         async with self._news:
             self._kept.append((self._end, data))
             self._end += len(data)
-            while self._end - self._kept[0][0] > _KEPT:
+            while self._end - self._kept[0][0] > _KEPT_BYTES:
                 self._kept.popleft()
             self._begin = self._kept[0][0]
             self._news.notify_all()
