@@ -6,8 +6,9 @@ import json
 import queue
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import BackendError, BackendUnreachable
@@ -177,17 +178,5 @@ def _main(threads: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
 
 def ranges(numbers: Sequence[int]) -> str:
     """``0-3,7``."""
-    return ",".join(f"{a}-{b}" if a != b else str(a) for a, b in _runs(numbers))
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    start = end = None
-    for number in numbers:
-        if end is not None and number == end + 1:
-            end = number
-            continue
-        if start is not None and end is not None:
-            yield start, end
-        start = end = number
-    if start is not None and end is not None:
-        yield start, end
+    runs = (list(run) for _, run in groupby(enumerate(numbers), lambda place: place[1] - place[0]))
+    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)

@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-import anyio
 import anyio.to_thread
 
 from orc.launchers.attempts.records import LogSelector
@@ -24,6 +23,26 @@ from orc.orchestrator.service.ledger_clients import LedgerClients
 logger = logging.getLogger("orc.service")
 _PAGE = 500
 _KEPT_EVENTS = 5000  # newest events in memory; who is further behind reads the ledger
+
+
+_Result = TypeVar("_Result")
+
+
+class ClientThreads:
+    """Threads that read for a feed: few, so that a slow host leaves the others to requests."""
+
+    def __init__(self, clients: LedgerClients, limit: int) -> None:
+        self._clients = clients
+        self._limiter = anyio.CapacityLimiter(limit)
+
+    async def run(self, function: Callable[[Client], _Result]) -> _Result:
+        """Return the result of *function* on a client."""
+
+        def call() -> _Result:
+            with self._clients.client() as client:
+                return function(client)
+
+        return await anyio.to_thread.run_sync(call, limiter=self._limiter)
 
 
 @dataclass(frozen=True)
@@ -42,14 +61,13 @@ class EventFeed:
     """
 
     def __init__(self, clients: LedgerClients, poll_s: float) -> None:
-        self._clients, self._poll_s = clients, poll_s
+        self._threads, self._poll_s = ClientThreads(clients, 2), poll_s
         self._kept: deque[FeedEvent] = deque(maxlen=_KEPT_EVENTS)
         self._position = 0  # id of the newest event that listeners may see
         self._news = asyncio.Condition()
         self._listeners = 0
         self._poller: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
-        self._threads = anyio.CapacityLimiter(2)
 
     async def listen(self, after: int | None = None, job_id: str | None = None) -> AsyncGenerator[FeedEvent]:
         """Yield the events after the id *after* (from now on, without one), of *job_id* if given, and go on."""
@@ -57,7 +75,7 @@ class EventFeed:
         try:
             async with self._starting:
                 if not self.is_polling:
-                    self._position = await self._thread(self._newest)
+                    self._position = await self._threads.run(lambda client: client.workspace.ledger.last_event_id())
                     self._kept.clear()
                     self._poller = asyncio.create_task(self._poll())
             position = self._position if after is None else after
@@ -86,7 +104,7 @@ class EventFeed:
             return ()
         if self._kept and self._kept[0].id <= position + 1:
             return [event for event in self._kept if event.id > position]
-        found = await self._thread(self._read, position)
+        found = await self._threads.run(lambda client: _events_after(client, position))
         return [event for event in found if event.id <= self._position]
 
     async def _poll(self) -> None:
@@ -99,7 +117,7 @@ class EventFeed:
 
     async def _advance(self) -> None:
         while True:
-            found = await self._thread(self._read, self._position)
+            found = await self._threads.run(lambda client: _events_after(client, self._position))
             if found:
                 async with self._news:
                     self._kept.extend(found)
@@ -108,29 +126,21 @@ class EventFeed:
             if len(found) < _PAGE:
                 return
 
-    async def _thread(self, function: Any, *arguments: Any) -> Any:
-        return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
 
-    def _newest(self) -> int:
-        with self._clients.client() as client:
-            return client.workspace.ledger.last_event_id()
-
-    def _read(self, after: int) -> list[FeedEvent]:
-        with self._clients.client() as client:
-            ledger = client.workspace.ledger
-            events = ledger.events_after(after, _PAGE)
-            jobs = {job.id: job for job in ledger.jobs(sorted({event.job for event in events}))}
-        return [
-            FeedEvent(**vars(event), state=str(job.state), name=job.name, owner=job.owner)
-            for event in events
-            if (job := jobs.get(event.job))
-        ]
+def _events_after(client: Client, after: int) -> list[FeedEvent]:
+    ledger = client.workspace.ledger
+    events = ledger.events_after(after, _PAGE)
+    jobs = {job.id: job for job in ledger.jobs(sorted({event.job for event in events}))}
+    return [
+        FeedEvent(**vars(event), state=str(job.state), name=job.name, owner=job.owner)
+        for event in events
+        if (job := jobs.get(event.job))
+    ]
 
 
 PIECE = 128 << 10  # bytes of a log that one event brings at most
 _KEPT_BYTES = 2 << 20  # newest bytes of a log in memory; who is further behind reads the log
 _PAUSE = (0.25, 2.0)  # between two looks at a log that is silent: shorter after it has grown
-_Result = TypeVar("_Result")
 
 
 class LogKey(NamedTuple):
@@ -183,7 +193,7 @@ def has_ended(client: Client, key: LogKey) -> bool:
 class LogFeed:
     """Reader of one log, shared by all its followers."""
 
-    def __init__(self, key: LogKey, thread: LogThreads) -> None:
+    def __init__(self, key: LogKey, thread: ClientThreads) -> None:
         self.key = key
         self.followers = 0
         self._thread = thread
@@ -273,28 +283,11 @@ class LogFeed:
             self._news.notify_all()
 
 
-class LogThreads:
-    """Threads that read logs: few, so that a slow host leaves the others to requests."""
-
-    def __init__(self, clients: LedgerClients, limit: int) -> None:
-        self._clients = clients
-        self._limiter = anyio.CapacityLimiter(limit)
-
-    async def run(self, function: Callable[[Client], _Result]) -> _Result:
-        """Return the result of *function* on a client."""
-
-        def call() -> _Result:
-            with self._clients.client() as client:
-                return function(client)
-
-        return await anyio.to_thread.run_sync(call, limiter=self._limiter)
-
-
 class LogFeeds:
     """Logs that are followed now."""
 
     def __init__(self, clients: LedgerClients, threads: int) -> None:
-        self.threads = LogThreads(clients, threads)
+        self.threads = ClientThreads(clients, threads)
         self._feeds: dict[LogKey, LogFeed] = {}
 
     def __len__(self) -> int:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import anyio
 import anyio.to_thread
 from limits import RateLimitItem, RateLimitItemPerMinute
 from limits.storage import MemoryStorage
