@@ -57,13 +57,6 @@ def _engine(url: str) -> sa.Engine:
     return engine
 
 
-def _hint(error: SQLAlchemyError) -> str:
-    """Return what to do about *error*; empty where only its text can tell."""
-    if isinstance(error, OperationalError):  # not there, starting, stopping, cut, or a lock was held for too long
-        return "nothing was half written; the same works again once the server answers: see its log if it does not"
-    return ""
-
-
 class CoreDatabase:
     """A ledger behind a SQLAlchemy URL."""
 
@@ -101,9 +94,7 @@ class CoreDatabase:
                 with connection.begin():
                     yield _CoreConnection(connection)
         except SQLAlchemyError as error:
-            # The statement and its parameters stay out of the message: they are long and not for users.
-            reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
-            raise LedgerError(f"cannot use the ledger: {reason}", where=self.url, hint=_hint(error)) from error
+            raise _failed(self.engine, error) from error
 
     def unwritable(self) -> str:
         """Return nothing: a server's errors show when it is used."""
@@ -182,5 +173,9 @@ def _lock(connection: sa.Connection) -> None:
 
 
 def _failed(engine: sa.Engine, error: SQLAlchemyError) -> LedgerError:
-    reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
-    return LedgerError(f"cannot use the ledger: {reason}", where=engine.url.render_as_string(hide_password=True))
+    # The statement and its parameters stay out of the message: they are long and not for users.
+    reason, hint = str(getattr(error, "orig", None) or error).strip().splitlines()[0], ""
+    if isinstance(error, OperationalError):  # not there, starting, stopping, cut, or a lock was held for too long
+        hint = "nothing was half written; the same works again once the server answers: see its log if it does not"
+    where = engine.url.render_as_string(hide_password=True)
+    return LedgerError(f"cannot use the ledger: {reason}", where=where, hint=hint)

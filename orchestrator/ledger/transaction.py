@@ -203,7 +203,8 @@ class Transaction:
 
         Jobs that have changed since they were read are left as they are, and out of what is returned.
         """
-        revisions = self._revisions([job for job, _ in updates])
+        # As they are now, and stay until this transaction ends: it alone writes.
+        revisions = dict(select_jobs(self.connection, "j.id, j.revision", [job.id for job, _ in updates]))
         current = [(job, made) for job, made in updates if revisions.pop(job.id, None) == job.revision]
         after = {job.id: functools.reduce(advance, made.events, job.position) for job, made in current}
         batch = Batch()
@@ -238,13 +239,6 @@ class Transaction:
         """Return jobs as they are now, in the order of their ids."""
         found = {job.id: job for job in jobs_of(self.connection, job_ids)}
         return [found[job_id] for job_id in job_ids]
-
-    def _reload(self, job_id: str) -> JobRecord:
-        return self.reload_all([job_id])[0]
-
-    def _revisions(self, jobs: Sequence[JobRecord]) -> dict[str, int]:
-        """Return the revisions of the jobs as they are now, and stay until this transaction ends: it alone writes."""
-        return dict(select_jobs(self.connection, "j.id, j.revision", [job.id for job in jobs]))
 
     def _update_job(self, batch: Batch, job: JobRecord, changes: Mapping[str, Any]) -> None:
         values = {**changes, "updated_at": self.now, "revision": job.revision + 1}
