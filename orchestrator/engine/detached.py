@@ -26,7 +26,7 @@ from orc.launchers.errors import LaunchError
 from orc.orchestrator.engine import steps
 
 if TYPE_CHECKING:
-    from orc.orchestrator.api.session import LedgerSession
+    from orc.orchestrator.engine.passes import Passes
     from orc.orchestrator.workspace import Workspace
 
 VARIABLE = "ORC_RECONCILER"  # "off": nobody starts one
@@ -152,7 +152,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def run(open_client: Callable[[], LedgerSession], report_line: Callable[[str], None]) -> None:
+def run(open_client: Callable[[], Passes], report_line: Callable[[str], None]) -> None:
     """Be the reconciler: run passes until no job is live. Returns at once where another process is."""
     while True:
         with open_client() as client:
@@ -171,7 +171,7 @@ def run(open_client: Callable[[], LedgerSession], report_line: Callable[[str], N
                 return
 
 
-def _serve(client: LedgerSession, descriptor: int, report_line: Callable[[str], None]) -> StopReason:
+def _serve(client: Passes, descriptor: int, report_line: Callable[[str], None]) -> StopReason:
     """Run passes until there is a reason not to go on with this client."""
     from orc.orchestrator.engine.passes import Pass, PassLoop, stamp
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from orc.orchestrator.engine import orphans, schedules
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
@@ -23,9 +23,11 @@ from orc.orchestrator.ledger.polls import FRESH_S
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import Self
 
-    from orc.orchestrator.api.session import LedgerSession
+    from orc.orchestrator.engine.steps import PassReport
     from orc.orchestrator.ledger.records import JobRecord
+    from orc.orchestrator.workspace import Workspace
 
 # Seconds between two passes: a twentieth of the time since the state of a job changed, between these bounds. The first
 # is for jobs on this machine, the second where a cluster has to be asked.
@@ -33,6 +35,43 @@ SHORTEST_S = (1.0, 5.0)
 LONGEST_S = 30.0
 # For so long a step of a job is left to its agents, where these start passes: they have its submitter's environment.
 PATIENCE_S = 15.0
+
+
+class Passes(Protocol):
+    """Open ledger with which passes are run: a session of it."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def close(self) -> None:
+        """Close the ledger."""
+        ...
+
+    @property
+    def workspace(self) -> Workspace:
+        """The ledger and its clusters."""
+        ...
+
+    @property
+    def clusters_file(self) -> Path:
+        """The file that describes the clusters."""
+        ...
+
+    def refresh(
+        self,
+        job_ids: Sequence[str] | None = None,
+        *,
+        cluster: str | None = None,
+        patience_s: float = 0.0,
+        max_age_s: float | None = 0.0,
+    ) -> PassReport:
+        """Run one pass over *job_ids*, or all live jobs. Raises `LaunchError`."""
+        ...
+
+    def is_remote(self, clusters: set[str]) -> bool:
+        """Return True when one of them is polled over a network or by its commands."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +85,7 @@ class Pass:
 class PassLoop:
     """Passes over the live jobs (of *cluster*, if given) with one client, and the times between them."""
 
-    def __init__(self, client: LedgerSession, cluster: str | None = None) -> None:
+    def __init__(self, client: Passes, cluster: str | None = None) -> None:
         self._client, self._cluster = client, cluster
         self._states: dict[str, tuple[str, int]] | None = None
         self._changed_at = client.workspace.clock()
@@ -95,7 +134,7 @@ class BackgroundPasses:
     crash in a pass, which loses nothing.
     """
 
-    def __init__(self, open_client: Callable[[], LedgerSession]) -> None:
+    def __init__(self, open_client: Callable[[], Passes]) -> None:
         self._open_client = open_client
         self._wanted: queue.SimpleQueue[Sequence[str] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -159,7 +198,7 @@ class ReconcilerStatus:
 class ReconcilerThreads:
     """Runs passes until it is stopped. *open_client* opens a client for the thread that calls it."""
 
-    def __init__(self, open_client: Callable[[], LedgerSession], *, look_s: float = LOOK_S) -> None:
+    def __init__(self, open_client: Callable[[], Passes], *, look_s: float = LOOK_S) -> None:
         self.new_client = open_client  # for the thread that calls it
         self._look_s = look_s
         self._lock = threading.Lock()
@@ -176,7 +215,7 @@ class ReconcilerThreads:
     def run(self, stop: threading.Event) -> None:
         """Run passes until *stop* is set, then wait for those under way, `STOP_S` at most."""
         self._note(running=True)
-        client: LedgerSession | None = None
+        client: Passes | None = None
         wait_s = self._look_s
         try:
             while not stop.is_set():
@@ -199,7 +238,7 @@ class ReconcilerThreads:
                 worker.thread.join(max(until - time.monotonic(), 0.0))
             self._note(running=False)
 
-    def _look(self, client: LedgerSession, stop: threading.Event) -> None:
+    def _look(self, client: Passes, stop: threading.Event) -> None:
         """Let every cluster with live jobs have its thread, and wake those whose jobs have changed."""
         ledger = client.workspace.ledger
         schedules.fire_due(client.workspace)
@@ -251,7 +290,7 @@ class _Worker:
         self.thread = threading.Thread(target=self._work, name=f"orc-passes-{cluster}", daemon=True)
 
     def _work(self) -> None:
-        client: LedgerSession | None = None
+        client: Passes | None = None
         passes: PassLoop | None = None
         described: tuple[int, ...] = ()
         failures = 0
@@ -286,7 +325,7 @@ class _Worker:
         _close(client)
 
 
-def _close(client: LedgerSession | None) -> None:
+def _close(client: Passes | None) -> None:
     """Close *client*, however broken it is."""
     if client is not None:
         with contextlib.suppress(Exception):
