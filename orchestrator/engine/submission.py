@@ -219,8 +219,7 @@ def record(
 
     Raises what *within* raises, `LedgerError`.
     """
-    new = [job.entry.job for job in jobs]
-    with job_secrets.until_recorded(ws, *(job.id for job in new)):
+    with job_secrets.until_recorded(ws, *(job.entry.job.id for job in jobs)):
         for job in jobs:
             job_secrets.keep(ws.state_dir, job.entry.job.id, job.secrets)
         fault_point("secrets-kept")
@@ -232,8 +231,8 @@ def record(
             waits = [groups.Dependency(job.entry.job.id, one.job, one.condition) for job in jobs for one in job.needs]
             groups.add_dependencies(tx.connection, waits)
     fault_point("enqueued")
-    for job, made in zip(new, records, strict=True):
-        keep_copy(ws.state_dir, job, made.created_at)
+    for job, made in zip(jobs, records, strict=True):
+        keep_copy(ws.state_dir, job.entry.job, made.created_at)
     ws.on_live_job()
     return records
 
