@@ -69,7 +69,6 @@ class QueuedJob:
     job: str = ""  # id of its job; that of the marker unless given
 
     def __post_init__(self) -> None:
-        # In the queue, an element of an array has the array's name; its own marker comes later.
         if not self.job:
             with contextlib.suppress(SpecError):
                 object.__setattr__(self, "job", AttemptId.from_marker(self.marker).job)

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from orc.launchers.agent.records import RECORD_BYTES, parse_object
-from orc.launchers.containers.helper import wait_for
 from orc.launchers.containers.http import ApiRefusal
 from orc.launchers.containers.output import text_of
-from orc.launchers.containers.transport import Channel, ContainerTransport
+from orc.launchers.containers.transport import Channel, ContainerTransport, wait_for
 from orc.launchers.errors import BackendError, BackendUnreachable
 
 ENDING_S = 5.0  # until the platform knows that a container has ended

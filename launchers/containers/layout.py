@@ -1,22 +1,30 @@
-"""Layout of a container and of an attempt in the object store. Pure."""
+"""Layout of a container and of an attempt in the object store, and the ``agent.json`` for it. Pure."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.attempts.agent_config import agent_config
+from orc.launchers.environments.rendering import environment_of
+from orc.launchers.errors import RenderError
 from orc.launchers.paths import Layout
 
 if TYPE_CHECKING:
+    from orc.launchers.agent.config import AgentConfig
+    from orc.launchers.ids import AttemptId
     from orc.launchers.snapshot.manifest import Snapshot
+    from orc.launchers.spec import JobSpec
+    from orc.launchers.spec.clusters import Cluster
 
 TREES = ("code", "runtime", "environment")  # of a snapshot, as they are called in its archive
 RECORDS = ".orc"  # below what is kept
 SOURCE = "source.tar.gz"  # the archive
 AGENT, LINK, SECRETS, ENTRY = "agent.json", "link.json", "secrets.json", "entry.pyz"  # what the containers read
+LINK_PORT = 29411  # containers have a network of their own: nothing else listens there
 
 
 def source_digest(snapshot: Snapshot) -> str:
@@ -64,3 +72,40 @@ def job_uri(kept: str, config: Mapping[str, Any]) -> str:
 def attempt_uri(kept: str, config: Mapping[str, Any]) -> str:
     """Return the URI of an attempt's directory; see `job_uri`."""
     return f"{job_uri(kept, config)}/a{config['attempt']}"
+
+
+def container_config(
+    job: JobSpec,
+    snapshot: Snapshot,
+    attempt: AttemptId,
+    cluster: Cluster,
+    layout: ContainerLayout,
+    *,
+    hosts: Sequence[str],
+    setup: Sequence[str],
+    image: str,
+    link_port: int = LINK_PORT,
+) -> AgentConfig:
+    """Return the configuration of the agents of an attempt, whose containers reach each other by the names *hosts*.
+
+    *setup* are all commands before the ranks, *image* says where people name the image instead of in ``environment``.
+    Raises `RenderError`.
+    """
+    refuse_container(job, cluster, image)
+    config = agent_config(job, snapshot, attempt, cluster, layout, deadline_s=job.resources.time_s, setup=list(setup))
+    config = config.replace(
+        work_dir=layout.code,
+        logs_dir=f"{layout.root}/logs",
+        private_dir=f"{layout.root}/private",
+        hosts=[{"name": name, "address": name} for name in hosts],
+    )
+    if len(hosts) > 1:
+        config = config.replace(link=True, min_nodes=len(hosts), hub={"port": link_port, "addresses": [hosts[0]]})
+    return config
+
+
+def refuse_container(job: JobSpec, cluster: Cluster, image: str) -> None:
+    """Raise `RenderError` for a job that names a container in ``environment``, and not in *image*."""
+    if environment_of(job, cluster).container is not None:
+        what = "environment.container: the job runs in a container already"
+        raise RenderError(what, where=job.name, hint=f"Name the image in {image}.")

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from orc.launchers.containers.archive import PLAIN_ENTRY, entry_program, packed, stage
-from orc.launchers.containers.layout import ENTRY, SOURCE, ContainerLayout, source_digest
-from orc.launchers.containers.rendering import container_config
-from orc.launchers.containers.urls import UrlObjects
+from orc.launchers.containers.inputs import PLAIN_ENTRY, entry_program, packed, stage
+from orc.launchers.containers.layout import ENTRY, SOURCE, ContainerLayout, container_config, source_digest
+from orc.launchers.containers.objects import UrlObjects
 from orc.launchers.errors import BackendError
 
 if TYPE_CHECKING:

@@ -1,22 +1,32 @@
-"""`Transport` into a container of a platform that can run a command there: by way of `containers.command_program`."""
+"""`Transport` into a container of a platform that can run a command there: by way of `containers.command_program`.
+
+`HelperTransport` makes the container that it needs, `attach` gives a command the streams of this process.
+"""
 
 from __future__ import annotations
 
 import abc
 import io
 import json
+import os
+import shutil
+import signal
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from orc.launchers.agent.records import RECORD_BYTES
-from orc.launchers.errors import BackendError, BackendUnreachable
+from orc.launchers.containers.http import GONE, ApiRefusal
+from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
 from orc.launchers.remote.programs import Program
 from orc.launchers.remote.transport import CommandTimeout, Completed, Process, Transport
 
 DISK_S = 60.0  # a file operation that takes longer hangs
 PIECE = 1 << 16
+START_S = 180.0  # until a helper runs: its image may have to be pulled
+_LOOK_S = 0.25
 COMMAND_PROGRAM = Program("containers.command_program", ("remote.files",))
 
 
@@ -211,3 +221,111 @@ class ContainerTransport(Transport):
     def names(self, path: str) -> list[str]:
         """See `Transport.names`."""
         return [str(name) for name in json.loads(self._ask("names", path=path))]
+
+
+def wait_for(done: Callable[[], bool], timeout_s: float) -> bool:
+    """Return whether *done* has become true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+class HelperTransport(ContainerTransport):
+    """Files and commands through a helper, which *what* names for people; it stays when the transport is closed."""
+
+    def __init__(self, name: str, python: str, what: str, where: str) -> None:
+        super().__init__(name, python)
+        self._what, self._where, self._ready = what, where, False
+
+    @abc.abstractmethod
+    def status(self) -> tuple[bool, str, bool]:
+        """Return whether the helper runs; else why it does not (yet), and whether it never will. Makes it."""
+
+    @abc.abstractmethod
+    def start(self, command: Sequence[str]) -> Channel:
+        """Start a command in the helper. Raises `ApiRefusal` where it has gone."""
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._ready = False
+
+    def channel(self, command: Sequence[str]) -> Channel:
+        """See `ContainerTransport.channel`."""
+        for last in (False, True):
+            if not self._ready:
+                self._open()
+            try:
+                return self.start(command)
+            except ApiRefusal as error:
+                if last or error.code not in GONE:
+                    raise
+                self._ready = False  # it has gone meanwhile
+        raise AssertionError
+
+    def _open(self) -> None:
+        why, never = "", False
+
+        def decided() -> bool:
+            nonlocal why, never
+            self._ready, why, never = self.status()
+            return self._ready or never
+
+        wait_for(decided, START_S)
+        if not self._ready:
+            what = f"{self._what} {self.name} does not start: {why or 'it is pending'}"
+            raise (BackendError if never else BackendUnreachable)(what, where=self._where)
+
+
+def attach(start: Callable[[Sequence[str]], Channel], python: str, words: Sequence[str]) -> int:
+    """Run a command that *start* starts by way of `containers.command_program`; returns its exit status."""
+    channel = start(COMMAND_PROGRAM.argv(python))
+    with ContainerProcess(channel, command_request(words), threading.TIMEOUT_MAX, words[0]) as process:
+
+        def feed() -> None:
+            try:
+                while data := os.read(0, PIECE):
+                    process.write(data)
+                process.close_stdin()
+            except (LaunchError, OSError):
+                return  # it has ended
+
+        threading.Thread(target=feed, daemon=True).start()
+        while data := process.read(PIECE):
+            os.write(1, data)
+        status, _, errors = process.gather()
+        os.write(2, errors.encode())
+        return status
+
+
+def attach_terminal(channel: Channel, resize: Callable[[int, int], None]) -> int:
+    """Show a command that has a terminal over there at this one; returns its exit status.
+
+    *resize* takes columns and lines.
+    """
+    import termios
+    import tty
+
+    def resized(*_: object) -> None:
+        resize(*shutil.get_terminal_size())
+
+    def feed() -> None:
+        while data := os.read(0, PIECE):
+            channel.send(data)
+        channel.send(b"\x04")  # the end, as a terminal says it
+
+    saved = termios.tcgetattr(0) if os.isatty(0) else None
+    try:
+        if saved:
+            tty.setraw(0)
+            signal.signal(signal.SIGWINCH, resized)
+        resized()
+        threading.Thread(target=feed, daemon=True).start()
+        while (said := channel.receive())[0] != "end":
+            os.write(1, said[1])
+        return int(said[1])
+    finally:
+        if saved:
+            termios.tcsetattr(0, termios.TCSADRAIN, saved)

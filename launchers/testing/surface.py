@@ -20,25 +20,20 @@ STABLE: dict[str, frozenset[str]] = {
     "orc.launchers.backends.base": frozenset(),
     "orc.launchers.backends.ends": frozenset({"ask_to_end", "read_all", "read_ends", "write_end"}),
     "orc.launchers.backends.verdict": frozenset({"observe", "with_cancellation", "with_word"}),
-    "orc.launchers.containers.attach": frozenset({"attach", "attach_terminal"}),
-    "orc.launchers.containers.archive": frozenset({"PLAIN_ENTRY", "entry_program", "packed", "stage"}),
-    "orc.launchers.containers.attempt": frozenset(
-        {"private_inputs", "read_records", "remove_private", "upload_inputs"}
-    ),
     "orc.launchers.containers.held": frozenset({"HeldFiles"}),
-    "orc.launchers.containers.helper": frozenset({"HelperTransport", "wait_for"}),
     "orc.launchers.containers.http": frozenset(
         {"GONE", "TIMEOUT_S", "ApiRefusal", "Uncertain", "exchange", "refusal", "unless_refused"}
     ),
+    "orc.launchers.containers.inputs": frozenset(
+        {"PLAIN_ENTRY", "entry_program", "packed", "private_inputs", "read_records", "remove_private", "stage"}
+        | {"upload_inputs"}
+    ),
     "orc.launchers.containers.layout": frozenset(),
-    "orc.launchers.containers.objects": frozenset({"ObjectStore"}),
+    "orc.launchers.containers.objects": frozenset({"ObjectStore", "UrlObjects", "UrlTransport"}),
     "orc.launchers.containers.output": frozenset({"text_of"}),
     "orc.launchers.containers.own_disk": frozenset({"OwnDisk"}),
     "orc.launchers.containers.program": frozenset({"Container", "Failure", "main", "read_json"}),
-    "orc.launchers.containers.rendering": frozenset({"container_config", "refuse_container"}),
-    "orc.launchers.containers.template": frozenset({"merged"}),
     "orc.launchers.containers.transport": frozenset(),
-    "orc.launchers.containers.urls": frozenset({"UrlObjects", "UrlTransport"}),
     "orc.launchers.errors": frozenset(),
     "orc.launchers.findings": frozenset({"Finding"}),
     "orc.launchers.ids": frozenset({"AttemptId"}),

@@ -228,7 +228,7 @@ class Clusters:
                 rows = [f"{n}|{marker}|COMPLETED|{now}|{now}|{now}|00:30:00|n1|0:0|" for n, marker in there]
                 (self.directory / name / "sacct.out").write_text("\n".join(rows) + "\n")
             else:
-                rows = [f"{n}|{marker}|RUNNING|{now}|{now}|{now + 999}|30:00|n1|None" for n, marker in there]
+                rows = [f"{n}|{marker}|RUNNING|{now}|{now}|{now + 999}|30:00|n1|cpu|1|None" for n, marker in there]
                 (self.directory / name / "squeue.out").write_text("\n".join(rows) + "\n")
 
     def taken_calls(self) -> Counter[str]:

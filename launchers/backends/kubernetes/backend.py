@@ -27,13 +27,12 @@ from orc.launchers.backends.kubernetes import checks, manifests, queueing, verdi
 from orc.launchers.backends.kubernetes.api import GROUPS, Api
 from orc.launchers.backends.kubernetes.options import KIND, Access, ClusterOptions, PodOptions, read_cluster, read_job
 from orc.launchers.backends.kubernetes.transport import GateTransport, PodFiles
-from orc.launchers.containers.attempt import private_inputs
-from orc.launchers.containers.helper import wait_for
 from orc.launchers.containers.http import ApiRefusal, Uncertain, unless_refused
-from orc.launchers.containers.layout import AGENT, SECRETS
+from orc.launchers.containers.inputs import private_inputs
+from orc.launchers.containers.layout import AGENT, SECRETS, refuse_container
+from orc.launchers.containers.objects import UrlTransport
 from orc.launchers.containers.own_disk import OwnDisk
-from orc.launchers.containers.rendering import refuse_container
-from orc.launchers.containers.urls import UrlTransport
+from orc.launchers.containers.transport import wait_for
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError, RenderError
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId

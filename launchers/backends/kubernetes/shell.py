@@ -8,7 +8,7 @@ import sys
 from orc.launchers.backends.kubernetes.api import Api
 from orc.launchers.backends.kubernetes.options import Access
 from orc.launchers.backends.kubernetes.transport import PodChannel, pods_of
-from orc.launchers.containers.attach import attach, attach_terminal
+from orc.launchers.containers.transport import attach, attach_terminal
 from orc.launchers.errors import BackendError, LaunchError
 
 

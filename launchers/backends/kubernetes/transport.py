@@ -11,9 +11,8 @@ from orc.launchers.backends.kubernetes.api import Api
 from orc.launchers.backends.kubernetes.manifests import ATTEMPT, MAIN
 from orc.launchers.backends.kubernetes.verdict import waiting_of
 from orc.launchers.containers.held import HeldFiles
-from orc.launchers.containers.helper import HelperTransport
 from orc.launchers.containers.http import GONE, TIMEOUT_S, unless_refused
-from orc.launchers.containers.transport import Channel
+from orc.launchers.containers.transport import Channel, HelperTransport
 from orc.launchers.errors import BackendError, BackendUnreachable
 
 _PROTOCOLS = "v5.channel.k8s.io,v4.channel.k8s.io"

@@ -1,7 +1,6 @@
 """Amazon SageMaker: an attempt is a training job. What is sent is rendered without the SDK and without a network."""
 
-from orc.launchers.backends.sagemaker.backend import SagemakerBackend
-from orc.launchers.backends.sagemaker.objects import training_job
+from orc.launchers.backends.sagemaker.backend import SagemakerBackend, training_job
 
 BACKEND = SagemakerBackend
 

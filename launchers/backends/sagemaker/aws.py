@@ -12,7 +12,6 @@ from typing import Any
 
 from orc.launchers.backends.sagemaker.failures import (
     ambiguous,
-    ambiguous_submit,
     aws_errors,
     code_of,
     explain,
@@ -22,7 +21,7 @@ from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.names import split_uri
 from orc.launchers.backends.sagemaker.settings import ClusterSettings
 from orc.launchers.containers.objects import SIDE_BY_SIDE, ObjectStore
-from orc.launchers.errors import BackendError, BackendUnreachable
+from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
 
 
 def stock_image(image: Image, where: str) -> str:
@@ -196,21 +195,19 @@ class AwsService(ObjectStore):
         try:
             self._client("s3").head_bucket(Bucket=bucket, ExpectedBucketOwner=owner)
         except aws_errors() as error:
-            if code_of(error) in _GONE:
+            if (code := code_of(error)) in _GONE:
                 return False
-            if code_of(error) in ("301", "PermanentRedirect"):
-                raise BackendError(
+            if code in ("301", "PermanentRedirect"):
+                what, hint = (
                     f"the bucket {bucket} is not in {self._region}",
-                    where=self._where,
-                    hint="Choose a `bucket` in the region of the jobs.",
-                ) from None
-            if code_of(error) == "403":
-                raise BackendError(
-                    f"the bucket {bucket} is not this account's, or we may not look into it",
-                    where=self._where,
-                    hint="Choose another `bucket`, or add s3:ListBucket, s3:GetObject and s3:PutObject for it.",
-                ) from None
-            raise explain(error, self._where, asked="s3:HeadBucket") from None
+                    "Choose a `bucket` in the region of the jobs.",
+                )
+            elif code == "403":
+                what = f"the bucket {bucket} is not this account's, or we may not look into it"
+                hint = "Choose another `bucket`, or add s3:ListBucket, s3:GetObject and s3:PutObject for it."
+            else:
+                raise explain(error, self._where, asked="s3:HeadBucket") from None
+            raise BackendError(what, where=self._where, hint=hint) from None
         return True
 
     def create_bucket(self, bucket: str) -> None:
@@ -279,8 +276,8 @@ class AwsService(ObjectStore):
         except aws_errors() as error:
             if code_of(error) == "ResourceInUse":
                 raise NameTaken(message_of(error), where=name) from None
-            if ambiguous(error, name):
-                raise ambiguous_submit(error, name) from None
+            if ambiguous(error):
+                raise AmbiguousSubmit(f"the answer was lost: {message_of(error)}", where=name) from None
             kind = str(request["ResourceConfig"].get("InstanceType", ""))
             raise explain(error, self._where, asked="sagemaker:CreateTrainingJob", instance_type=kind) from None
 

@@ -178,7 +178,7 @@ class SagemakerBackend(Backend):
 
     def stage(self, snapshot: Snapshot, plan: Plan | None = None) -> None:
         """Upload the snapshot's trees as one archive, unless they are there."""
-        from orc.launchers.containers.archive import stage
+        from orc.launchers.containers.inputs import stage
 
         bucket = self.location.bucket
         if is_default_bucket(bucket) and not self.aws.has_bucket(bucket):
@@ -223,7 +223,7 @@ class SagemakerBackend(Backend):
 
     def _upload(self, plan: Plan, secrets: Mapping[str, str]) -> dict[str, Any]:
         """Upload all that the attempt reads; return the request as it is to be sent."""
-        from orc.launchers.containers.attempt import upload_inputs
+        from orc.launchers.containers.inputs import upload_inputs
 
         agents, order = plan.files
         request = self._completed(order.content)
@@ -258,7 +258,7 @@ class SagemakerBackend(Backend):
 
     def _remove_private(self, attempt: AttemptId, config: Mapping[str, Any]) -> str:
         """Delete the secrets of an attempt and the token of its agents; return what to tell where that failed."""
-        from orc.launchers.containers.attempt import remove_private
+        from orc.launchers.containers.inputs import remove_private
 
         try:
             remove_private(self.aws, self.location.attempt(attempt), config)
@@ -340,7 +340,7 @@ class SagemakerBackend(Backend):
 
     def _records(self, handles: Sequence[Handle]) -> dict[str, AttemptRecords]:
         """Return the agents' records by marker, as far as they have reached S3."""
-        from orc.launchers.containers.attempt import read_records
+        from orc.launchers.containers.inputs import read_records
 
         inputs = self._inputs_of([handle.marker for handle in handles])
         read = read_records(self.aws, {each.records_uri: each.config for each in inputs.values()})
@@ -418,3 +418,27 @@ def cost_text(billable_s: int | None, request: Mapping[str, object], prices: Map
     text = f"{billable_s} billable seconds on {f'{count} × ' if count > 1 else ''}{name}"
     price = prices.get(name)
     return text if price is None else f"{text}: {billable_s / 3600 * price * count:.2f}"
+
+
+def training_job(cluster: Cluster | str, name: str) -> Any:
+    """Return a training job as an object of the SDK: to wait for it, to register its model, to deploy it.
+
+        job = training_job("aws", "orc-digits-k3f9a2-a1")
+        job.wait()
+        job.model_artifacts.s3_model_artifacts
+
+    Args:
+        cluster: A cluster of kind sagemaker, or its name in clusters.yaml. Its profile and region are those of the job.
+        name: The native id of an attempt, as ``orc status`` shows it.
+
+    Returns:
+        The `sagemaker.core.resources.TrainingJob`.
+
+    Raises:
+        BackendError: There is no such training job, or AWS refuses to show it.
+        BackendUnreachable: AWS does not answer, or the SDK is not installed.
+    """
+    from orc.launchers.spec.clusters import get_cluster
+
+    backend = SagemakerBackend(get_cluster(cluster) if isinstance(cluster, str) else cluster)
+    return backend.aws.training_job(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.sagemaker.instances import Instance, instances
@@ -18,35 +18,27 @@ MAX_GRACE_S = 115.0
 LOCAL_TYPES = ("local", "local_gpu")
 # Instances with the network that SageMaker's data-parallel library is made for.
 DATA_PARALLEL = ("ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4d.24xlarge", "ml.p4de.24xlarge", "ml.p5.48xlarge")
+_LAUNCHERS = {"torchrun": "torchrun", "mpi": "mpirun", "data_parallel": "torchrun"}  # of a form of distribution
 
 
 def instance_of(job: JobSpec, settings: Settings) -> Instance:
     """Return the instance type of the job. Raises `RenderError` for an unknown one, with the nearest type."""
     name = settings.instance_type
+    if name in instances():
+        return instances()[name]
     if name is None:
-        raise RenderError(
-            "no instance type is given",
-            where=job.name,
-            hint="Set resources.options.sagemaker.instance_type, like ml.g5.2xlarge, or the cluster's.",
-        )
-    if name in LOCAL_TYPES:
-        image = settings.image_uri or "IMAGE"
-        raise RenderError(
-            f"instance_type: {name} is the local mode of SageMaker's SDK, which is no cluster",
-            where=job.name,
-            hint="The same job runs on this machine, in the same image by docker, with  "
-            f"--cluster local --set environment.container={image}",
-        )
-    found = instances().get(name)
-    if found is None:
+        what = "no instance type is given"
+        hint = "Set resources.options.sagemaker.instance_type, like ml.g5.2xlarge, or the cluster's."
+    elif name in LOCAL_TYPES:
+        what = f"instance_type: {name} is the local mode of SageMaker's SDK, which is no cluster"
+        hint = "The same job runs on this machine, in the same image by docker, with  "
+        hint += f"--cluster local --set environment.container={settings.image_uri or 'IMAGE'}"
+    else:
         from orc.launchers.spec.problems import nearest
 
-        raise RenderError(
-            f"unknown instance type {name!r}{nearest(name, instances())}",
-            where=job.name,
-            hint="The types that train are those of the SageMaker API, like ml.g5.2xlarge.",
-        )
-    return found
+        what = f"unknown instance type {name!r}{nearest(name, instances())}"
+        hint = "The types that train are those of the SageMaker API, like ml.g5.2xlarge."
+    raise RenderError(what, where=job.name, hint=hint)
 
 
 def adapt_job(job: JobSpec, settings: Settings) -> JobSpec:
@@ -55,73 +47,67 @@ def adapt_job(job: JobSpec, settings: Settings) -> JobSpec:
     Raises `RenderError` where the two contradict each other, and for what the instances do not have.
     """
     instance = instance_of(job, settings)
-    _refuse(job)
-    resources = _resources(job, settings, instance)
-    job = job.model_copy(update={"resources": {**job.resources.model_dump(), **resources}, **_launcher(job, settings)})
+    form = settings.distribution.kind if settings.distribution else "none"
+    if settings.distribution is None and settings.distributed_type == "DATA_PARALLEL":
+        form = "data_parallel"
+    for what, hint in _contradictions(job, settings, form):
+        raise RenderError(what, where=job.name, hint=hint)
+    resources = {**job.resources.model_dump(), **_resources(job, settings, instance)}
+    job = job.model_copy(update={"resources": resources, **_launcher(job, settings, form)})
     runtime = {name: getattr(settings, name) for name in ("mixed_precision", "use_cpu")}
-    runtime = {name: value for name, value in runtime.items() if value is not None and name not in job.runtime}
-    job = job.model_copy(update={"runtime": {**job.runtime, **runtime}, "env": _environment(job, settings)})
-    _check_size(job, instance)
+    runtime = {name: value for name, value in runtime.items() if value is not None}
+    # SageMaker's data-parallel library takes the place of NCCL where the runtime opens the process group.
+    env = {"ORC_COLLECTIVES": "smddp"} if form == "data_parallel" else {}
+    job = job.model_copy(update={"runtime": {**runtime, **job.runtime}, "env": {**env, **job.env}})
+    for what in _lacking(job, instance):
+        raise RenderError(what, where=job.name, hint="Choose another instance_type, or ask for less.")
     return job
 
 
-def _refuse(job: JobSpec) -> None:
-    if job.resources.min_nodes != job.resources.max_nodes:
-        raise RenderError(
-            f"resources.nodes = {job.resources.nodes}: a training job has a fixed number of instances",
-            where=job.name,
-            hint=f"Write nodes: {job.resources.max_nodes}.",
-        )
+def _contradictions(job: JobSpec, settings: Settings, form: str) -> Iterator[tuple[str, str]]:
+    """Yield what the job and the settings, which distribute it in the *form*, do not agree on, and what to do."""
+    asked, count, per_host = job.resources, settings.instance_count, _per_host(settings)
+    if asked.min_nodes != asked.max_nodes:
+        what = f"resources.nodes = {asked.nodes}: a training job has a fixed number of instances"
+        yield what, f"Write nodes: {asked.max_nodes}."
     if job.grace > MAX_GRACE_S:
-        raise RenderError(
-            f"grace = {job.grace:g}: SageMaker kills what still runs 120 seconds after it was told to end",
-            where=job.name,
-            hint=f"Write grace: {MAX_GRACE_S:g} or less.",
-        )
+        what = f"grace = {job.grace:g}: SageMaker kills what still runs 120 seconds after it was told to end"
+        yield what, f"Write grace: {MAX_GRACE_S:g} or less."
+    if count is not None and asked.max_nodes not in (1, count):
+        hint = "Leave instance_count out; the number of nodes is that of the instances."
+        yield f"resources.nodes = {asked.max_nodes}, but instance_count = {count}", hint
+    if per_host is not None and asked.procs_per_node not in (None, per_host):
+        what = f"resources.procs_per_node = {asked.procs_per_node}, but processes_per_host = {per_host}"
+        yield what, "Give one of them."
+    if form == "data_parallel" and settings.instance_type not in DATA_PARALLEL:
+        what = f"SageMaker's data parallelism does not run on {settings.instance_type}"
+        where = ", ".join(DATA_PARALLEL)
+        yield what, f"It runs on {where}; elsewhere torchrun with NCCL does the same: leave it out."
+    if form != "none" and job.launcher.kind not in ("torchrun", _LAUNCHERS[form]):
+        what = f"launcher: {job.launcher.kind}, but the distribution {form} is started by {_LAUNCHERS[form]}"
+        yield what, "Give one of them."
+
+
+def _per_host(settings: Settings) -> int | None:
+    return settings.distribution.processes_per_host if settings.distribution else None
 
 
 def _resources(job: JobSpec, settings: Settings, instance: Instance) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    nodes, count = job.resources.max_nodes, settings.instance_count
-    if count is not None and nodes not in (1, count):
-        raise RenderError(
-            f"resources.nodes = {nodes}, but instance_count = {count}",
-            where=job.name,
-            hint="Leave instance_count out; the number of nodes is that of the instances.",
-        )
-    if count is not None:
-        found["nodes"] = count
-    distribution = settings.distribution
-    per_host = distribution.processes_per_host if distribution else None
-    if per_host is not None and job.resources.procs_per_node not in (None, per_host):
-        raise RenderError(
-            f"resources.procs_per_node = {job.resources.procs_per_node}, but processes_per_host = {per_host}",
-            where=job.name,
-        )
-    if per_host is not None:
+    found: dict[str, Any] = {} if settings.instance_count is None else {"nodes": settings.instance_count}
+    if (per_host := _per_host(settings)) is not None:
         found["procs_per_node"] = per_host
-    elif job.resources.procs_per_node is None and not job.resources.gpus_per_node:
+    elif instance.gpus and job.resources.procs_per_node is None and not job.resources.gpus_per_node:
         # One process per GPU is what the instances are for, unless it was said that there is nothing to distribute.
-        off = distribution is not None and distribution.kind == "none"
+        off = settings.distribution is not None and settings.distribution.kind == "none"
         single = off or settings.distributed_type == "NO" or settings.use_cpu
-        if instance.gpus and single:
-            found["procs_per_node"] = 1
-        elif instance.gpus:
-            found["gpus_per_node"] = instance.gpus
+        found |= {"procs_per_node": 1} if single else {"gpus_per_node": instance.gpus}
     return found
 
 
-def _launcher(job: JobSpec, settings: Settings) -> dict[str, Any]:
-    kind = _distribution(job, settings)
-    if kind is None or kind == "none":
+def _launcher(job: JobSpec, settings: Settings, form: str) -> dict[str, Any]:
+    if form == "none":
         return {}
-    wanted = "mpirun" if kind == "mpi" else "torchrun"
-    if job.launcher.kind not in ("torchrun", wanted):
-        raise RenderError(
-            f"launcher: {job.launcher.kind}, but the distribution {kind} is started by {wanted}",
-            where=job.name,
-            hint="Give one of them.",
-        )
+    wanted = _LAUNCHERS[form]
     words = settings.distribution.arguments if settings.distribution else []
     options: Mapping[str, Any] = job.launcher.options if job.launcher.kind == wanted else {}
     if words:
@@ -129,37 +115,13 @@ def _launcher(job: JobSpec, settings: Settings) -> dict[str, Any]:
     return {"launcher": {"kind": wanted, "options": options}}
 
 
-def _distribution(job: JobSpec, settings: Settings) -> str | None:
-    default = "data_parallel" if settings.distributed_type == "DATA_PARALLEL" else None
-    kind = settings.distribution.kind if settings.distribution else default
-    if kind == "data_parallel" and settings.instance_type not in DATA_PARALLEL:
-        raise RenderError(
-            f"SageMaker's data parallelism does not run on {settings.instance_type}",
-            where=job.name,
-            hint=f"It runs on {', '.join(DATA_PARALLEL)}; elsewhere torchrun with NCCL does the same: leave it out.",
-        )
-    return kind
-
-
-def _environment(job: JobSpec, settings: Settings) -> dict[str, str]:
-    """SageMaker's data-parallel library takes the place of NCCL where the runtime opens the process group."""
-    on = _distribution(job, settings) == "data_parallel"
-    return {**({"ORC_COLLECTIVES": "smddp"} if on else {}), **job.env}
-
-
-def _check_size(job: JobSpec, instance: Instance) -> None:
-    """Refuse what the instances do not have."""
+def _lacking(job: JobSpec, instance: Instance) -> Iterator[str]:
+    """Yield what the job asks for and the instances do not have."""
     asked = job.resources
-    cores = (asked.cpus_per_proc or 0) * asked.nproc
-    memory = (asked.memory_bytes or 0) / (1 << 30)
     for what, number, there in (
         ("GPUs", asked.gpus_per_node, instance.gpus),
-        ("CPU cores", cores, instance.vcpus),
-        ("GiB of memory", memory, instance.memory_gib),
+        ("CPU cores", (asked.cpus_per_proc or 0) * asked.nproc, instance.vcpus),
+        ("GiB of memory", (asked.memory_bytes or 0) / (1 << 30), instance.memory_gib),
     ):
         if number > there:
-            raise RenderError(
-                f"the job asks for {number:g} {what} per node, and {instance.name} has {there}",
-                where=job.name,
-                hint="Choose another instance_type, or ask for less.",
-            )
+            yield f"the job asks for {number:g} {what} per node, and {instance.name} has {there}"

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orc.launchers.backends.sagemaker.readers import read_table
-from orc.launchers.backends.sagemaker.settings import ALIASES, REFUSED, TABLES, cluster_fields, job_fields
+from orc.launchers.backends.sagemaker.sections import CHANNEL_MEMBERS, read_table
+from orc.launchers.backends.sagemaker.settings import ALIASES, CLUSTER_KEYS, JOB_KEYS, REFUSED, TABLES
 from orc.launchers.errors import SpecError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def arguments_of(estimator: object) -> dict[str, Any]:
     """
     if isinstance(estimator, Mapping):
         return {str(name): _plain(value) for name, value in estimator.items()}
-    names: Iterable[str] = (*job_fields(), *_PLACE, *ALIASES, *TABLES, "entry_point", "source_dir", "hyperparameters")
+    names: Iterable[str] = (*JOB_KEYS, *_PLACE, *ALIASES, *TABLES, "entry_point", "source_dir", "hyperparameters")
     names = (*names, *(name for name in REFUSED if name not in _OF_OBJECTS), "additional_args")
     found: dict[str, Any] = {}
     for name in dict.fromkeys(names):
@@ -63,7 +63,29 @@ def load_estimator(estimator: object, cluster: Cluster, *, name: str | None = No
 
     from orc.launchers.spec import JobSpec, LoadedJob
 
-    data, workdir = job_of(estimator, cluster=cluster.name, name=name, inputs=inputs, options=cluster.options)
+    given = arguments_of(estimator)
+    more = given.pop("additional_args", None) or {}
+    if not isinstance(more, Mapping):
+        raise SpecError("additional_args: expected a mapping of estimator arguments", where=WHERE)
+    if twice := more.keys() & given.keys():
+        raise SpecError(f"{min(twice)} is given twice, also in additional_args", where=WHERE)
+    given = {str(key): value for key, value in {**given, **more}.items() if value is not None and key != "max_retries"}
+    _same_place(given, cluster)
+    script, workdir = _program(given)
+    args = _arguments(given.pop("hyperparameters", {}))
+    for key, (proper, columns) in TABLES.items():
+        if key in given:
+            given[proper], _ = read_table(str(given.pop(key)), WHERE, columns)
+    if inputs is not None:
+        channels = inputs if isinstance(inputs, Mapping) else {"training": inputs}
+        given["inputs"] = {channel: _input(entry) for channel, entry in channels.items()}
+    data = {
+        "name": name or given.get("base_job_name") or Path(script).stem,
+        "script": script,
+        "cluster": cluster.name,
+        "args": args,
+        "resources": {"options": {"sagemaker": given}},
+    }
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
@@ -74,51 +96,13 @@ def load_estimator(estimator: object, cluster: Cluster, *, name: str | None = No
     return LoadedJob(spec, workdir / WHERE, workdir)
 
 
-def job_of(
-    estimator: object, *, cluster: str, name: str | None = None, inputs: object = None, options: Mapping[str, Any]
-) -> tuple[dict[str, Any], Path]:
-    """A job for *cluster*, whose options are *options*, as a job file has it; and the directory it starts from.
-
-    Raises `SpecError` that names the argument.
-    """
-    given = arguments_of(estimator)
-    more = given.pop("additional_args", None) or {}
-    if not isinstance(more, Mapping):
-        raise SpecError("additional_args: expected a mapping of estimator arguments", where=WHERE)
-    for key, value in more.items():
-        if key in given:
-            raise SpecError(f"{key} is given twice, also in additional_args", where=WHERE)
-        given[str(key)] = value
-    given = {key: value for key, value in given.items() if value is not None}
-    _same_place(given, cluster, options)
-    script, workdir = _program(given)
-    args = _arguments(given.pop("hyperparameters", {}))
-    settings = {key: value for key, value in given.items() if key != "max_retries"}
-    for key, (proper, columns) in TABLES.items():
-        if key in settings:
-            settings[proper], _ = read_table(str(settings.pop(key)), WHERE, columns)
-    if inputs is not None:
-        settings["inputs"] = _inputs(inputs)
-    job = {
-        "name": name or settings.get("base_job_name") or Path(script).stem,
-        "script": script,
-        "cluster": cluster,
-        "args": args,
-        "resources": {"options": {"sagemaker": settings}},
-    }
-    return job, workdir
-
-
-def _same_place(given: dict[str, Any], cluster: str, options: Mapping[str, Any]) -> None:
+def _same_place(given: dict[str, Any], cluster: Cluster) -> None:
     for key in _PLACE:
-        value = given.pop(key, None)
-        if value is not None and value != options.get(key):
-            raise SpecError(
-                f"{key} = {value}, but that of the cluster {cluster} is {options.get(key)}",
-                where=WHERE,
-                hint="Define a cluster for it in clusters.yaml, and name that.",
-            )
-    for key in cluster_fields():
+        value, own = given.pop(key, None), cluster.options.get(key)
+        if value is not None and value != own:
+            what = f"{key} = {value}, but that of the cluster {cluster.name} is {own}"
+            raise SpecError(what, where=WHERE, hint="Define a cluster for it in clusters.yaml, and name that.")
+    for key in CLUSTER_KEYS:
         if key in given and key not in TABLES:
             raise SpecError(f"{key} describes the cluster", where=WHERE, hint="Set it in clusters.yaml.")
 
@@ -153,47 +137,24 @@ def _arguments(given: object) -> list[str]:
     for key, value in given.items():
         if value is None:
             continue
-        text = value if isinstance(value, str) else str(value) if isinstance(value, (bool, int, float)) else None
-        if text is None:
-            try:
-                text = json.dumps(value)
-            except TypeError:
-                raise SpecError(f"hyperparameters: {key}: {value!r} cannot be written as JSON", where=WHERE) from None
-        words.append(f"--{key}={text}" if text.startswith("-") else f"--{key}")
-        if not text.startswith("-"):
-            words.append(text)
+        try:
+            text = str(value) if isinstance(value, (str, bool, int, float)) else json.dumps(value)
+        except TypeError:
+            raise SpecError(f"hyperparameters: {key}: {value!r} cannot be written as JSON", where=WHERE) from None
+        words += [f"--{key}={text}"] if text.startswith("-") else [f"--{key}", text]
     return words
 
 
-def _inputs(given: object) -> Any:
-    """S3 URIs, mappings of them, and the SDK's inputs, which keep a piece of the request in ``config``."""
-    if isinstance(given, Mapping):
-        return {name: _input(entry) for name, entry in given.items()}
-    return {"training": _input(given)}
-
-
 def _input(given: object) -> Any:
+    """Return an S3 URI or a mapping as it is, and as a mapping an input of the SDK, whose ``config`` is its request."""
     config = getattr(given, "config", None)
     if not isinstance(config, Mapping):
         return given
-    data = config["DataSource"]
-    if source := data.get("FileSystemDataSource"):
-        return {
-            "file_system_id": source["FileSystemId"],
-            "file_system_type": source["FileSystemType"],
-            "directory_path": source["DirectoryPath"],
-            "file_system_access_mode": source["FileSystemAccessMode"],
-        }
-    source = data["S3DataSource"]
-    found = {
-        "s3_data": source["S3Uri"],
-        "s3_data_type": source.get("S3DataType"),
-        "distribution": source.get("S3DataDistributionType"),
-        "attribute_names": source.get("AttributeNames"),
-        "compression": config.get("CompressionType"),
-        "content_type": config.get("ContentType"),
-        "record_wrapping": config.get("RecordWrapperType"),
-        "input_mode": config.get("InputMode"),
-        "shuffle_seed": (config.get("ShuffleConfig") or {}).get("Seed"),
-    }
-    return {key: value for key, value in found.items() if value is not None}
+    found = {}
+    for key, path in CHANNEL_MEMBERS.items():
+        value: Any = config
+        for member in path.split("."):
+            value = (value or {}).get(member)
+        if value is not None:
+            found[key] = value
+    return found

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError
+from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
 
 _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
 _UNKNOWN_KEY = (
@@ -57,72 +57,63 @@ def explain(
     """
     from botocore import exceptions as boto
 
-    if isinstance(error, LaunchError):
-        return error
+    kind, what, hint = BackendUnreachable, f"{type(error).__name__}: {error}", ""
     if isinstance(error, boto.ClientError):
-        return _client_error(error, where, asked, instance_type)
-    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
-        return BackendUnreachable("there are no AWS credentials", where=where, hint=_GET_CREDENTIALS)
-    if isinstance(error, (boto.TokenRetrievalError, boto.SSOError, boto.CredentialRetrievalError)):
-        return BackendUnreachable(f"the AWS credentials cannot be used: {error}", where=where, hint=_GET_CREDENTIALS)
-    if isinstance(error, boto.ProfileNotFound):
-        return BackendError(
-            str(error), where=where, hint="Correct `profile`; `aws configure list-profiles` lists them."
-        )
-    if isinstance(error, boto.NoRegionError):
-        return BackendError("no region is given", where=where, hint="Set `region` in the cluster's options.")
-    if isinstance(error, boto.EndpointConnectionError):
-        hint = "Is `region` right, and the network up?"
+        kind, what, hint = _refusal(code_of(error), message_of(error), asked or "the request", instance_type)
+    elif isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
+        what, hint = "there are no AWS credentials", _GET_CREDENTIALS
+    elif isinstance(error, (boto.TokenRetrievalError, boto.SSOError, boto.CredentialRetrievalError)):
+        what, hint = f"the AWS credentials cannot be used: {error}", _GET_CREDENTIALS
+    elif isinstance(error, boto.ProfileNotFound):
+        kind, what, hint = BackendError, str(error), "Correct `profile`; `aws configure list-profiles` lists them."
+    elif isinstance(error, boto.EndpointConnectionError):
+        what, hint = f"nobody answers: {error}", "Is `region` right, and the network up?"
         if regions:
             hint = f"No region of that name is known. SageMaker is in {', '.join(regions)}."
-        return BackendUnreachable(f"nobody answers: {error}", where=where, hint=hint)
-    if isinstance(error, (boto.ConnectTimeoutError, boto.ProxyConnectionError, boto.SSLError)):
-        return BackendUnreachable(f"no connection: {error}", where=where)
-    if isinstance(error, (boto.HTTPClientError, boto.BotoCoreError)):
-        return BackendUnreachable(f"{type(error).__name__}: {error}", where=where)
-    return BackendError(f"{type(error).__name__}: {error}", where=where)
+    elif isinstance(error, (boto.ConnectTimeoutError, boto.ProxyConnectionError, boto.SSLError)):
+        what = f"no connection: {error}"
+    elif not isinstance(error, boto.BotoCoreError):
+        kind = BackendError
+    return kind(what, where=where, hint=hint)
 
 
-def _client_error(error: Exception, where: str, asked: str, instance_type: str) -> LaunchError:
-    code, message = code_of(error), message_of(error)
+def _refusal(code: str, message: str, asked: str, instance_type: str) -> tuple[type[BackendError], str, str]:
+    """Return the error for an answer with *code*, what it says, and what to do."""
     if code in _EXPIRED:
-        return BackendUnreachable("the AWS credentials have expired", where=where, hint=_GET_CREDENTIALS)
+        return BackendUnreachable, "the AWS credentials have expired", _GET_CREDENTIALS
     if code in _UNKNOWN_KEY:
         hint = f"Are they of another account, or of another part of AWS? {_GET_CREDENTIALS}"
-        return BackendUnreachable("AWS does not accept the credentials", where=where, hint=hint)
+        return BackendUnreachable, "AWS does not accept the credentials", hint
     if code in _DENIED:
-        what = f"not allowed: {asked or 'the request'}: {message}"
-        return BackendError(what, where=where, hint="Add the permission to the user, or choose another profile.")
+        hint = "Add the permission to the user, or choose another profile."
+        return BackendError, f"not allowed: {asked}: {message}", hint
     if code in _THROTTLED:
-        return BackendUnreachable(f"AWS is asked too often ({code})", where=where)
+        return BackendUnreachable, f"AWS is asked too often ({code})", ""
     if code == "ResourceLimitExceeded":
-        name = instance_type or "this instance type"
-        return BackendError(
-            f"the account's quota for {name} is used up: {message}",
-            where=where,
-            hint="Ask for more under Service Quotas (Amazon SageMaker, `<type> for training job usage`), or wait.",
+        hint = "Ask for more under Service Quotas (Amazon SageMaker, `<type> for training job usage`), or wait."
+        return (
+            BackendError,
+            f"the account's quota for {instance_type or 'this instance type'} is used up: {message}",
+            hint,
         )
     if code in _AWAY:
-        return BackendUnreachable(f"AWS cannot answer now ({code}): {message}", where=where)
+        return BackendUnreachable, f"AWS cannot answer now ({code}): {message}", ""
     if code in ("ValidationException", "ValidationError"):
-        return BackendError(f"SageMaker refuses the request: {message}", where=where, hint=_validation_hint(message))
-    return BackendError(f"{code}: {message}", where=where)
+        hint = next((hint for pattern, hint in _HINTS if re.search(pattern, message, re.IGNORECASE)), "")
+        return BackendError, f"SageMaker refuses the request: {message}", hint
+    return BackendError, f"{code}: {message}", ""
 
 
-def _validation_hint(message: str) -> str:
-    low = message.lower()
-    if "role" in low and ("assume" in low or "trust" in low):
-        return "The role's trust policy must allow sagemaker.amazonaws.com to assume it."
-    if "instancetype" in low or "instance type" in low:
-        return "Does the region have this instance type? `instance_type` names it."
-    if "could not find model data" in low or "no s3 objects found" in low or "s3" in low:
-        return "Does the location exist, and may the execution role read it?"
-    if "image" in low or "ecr" in low:
-        return "Does the image exist in ECR in this region, and may the execution role pull it?"
-    return ""
+# What SageMaker says of a request that it does not take, and what to do.
+_HINTS = (
+    (r"(?=.*role).*(assume|trust)", "The role's trust policy must allow sagemaker.amazonaws.com to assume it."),
+    (r"instance ?type", "Does the region have this instance type? `instance_type` names it."),
+    (r"could not find model data|s3", "Does the location exist, and may the execution role read it?"),
+    (r"image|ecr", "Does the image exist in ECR in this region, and may the execution role pull it?"),
+)
 
 
-def ambiguous(error: Exception, where: str) -> bool:
+def ambiguous(error: Exception) -> bool:
     """Return True when a request that failed like this may have had its effect."""
     from botocore import exceptions as boto
 
@@ -130,11 +121,6 @@ def ambiguous(error: Exception, where: str) -> bool:
         return code_of(error) in _AWAY
     lost = (boto.ReadTimeoutError, boto.ConnectionClosedError, boto.ResponseStreamingError, boto.IncompleteReadError)
     return isinstance(error, lost)
-
-
-def ambiguous_submit(error: Exception, where: str) -> AmbiguousSubmit:
-    """Return the error of a creation whose outcome is unknown."""
-    return AmbiguousSubmit(f"the answer was lost: {message_of(error)}", where=where)
 
 
 _KIND = re.compile(r"^(?P<kind>[A-Za-z]+(?:Error|Exception))\s*:\s*(?P<rest>.*)$", re.DOTALL)

@@ -26,8 +26,7 @@ from orc.launchers.backends.sagemaker.request import (
     training_request,
 )
 from orc.launchers.backends.sagemaker.settings import Settings, option_of, place_of_option, read_settings
-from orc.launchers.containers.layout import AGENT, RECORDS, ContainerLayout, source_digest
-from orc.launchers.containers.rendering import container_config
+from orc.launchers.containers.layout import AGENT, RECORDS, ContainerLayout, container_config, source_digest
 from orc.launchers.environments.rendering import environment_of
 from orc.launchers.errors import RenderError
 from orc.launchers.plan import Plan, PlanCommand, PlanFile

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, Strict
 from pydantic.fields import FieldInfo
 
-from orc.launchers.backends.sagemaker import readers as read
 from orc.launchers.backends.sagemaker import sections
-from orc.launchers.backends.sagemaker.readers import read_table
 from orc.launchers.backends.sagemaker.sections import Text, Truth
 from orc.launchers.errors import SpecError
-from orc.launchers.spec.options import FrozenModel, Reader, Word, matching, validate_options, whole
+from orc.launchers.spec.options import FrozenModel, Reader, Word, matching, several, validate_options, whole
 from orc.launchers.spec.source import Document, KeyPath, Placed, document_of
 
 if TYPE_CHECKING:
@@ -80,14 +78,19 @@ TABLES = {
 }
 _Model = TypeVar("_Model", bound=FrozenModel)
 
-RunTime = Annotated[int, Reader(read.whole_seconds)]
-Version = Annotated[str, Reader(read.stock_version)]
-Several = Annotated[tuple[str, ...], Reader(read.several)]
-ApiObject = Annotated[dict[str, Any], Reader(read.mapping)]  # in the API's own words, which `model` knows
+RunTime = Annotated[int, Reader(sections.whole_seconds)]
+Version = Annotated[str, Reader(sections.stock_version)]
+Several = Annotated[tuple[str, ...], several]
+ApiObject = Annotated[dict[str, Any], Reader(sections.mapping)]  # in the API's own words, which `model` knows
 
 
 def _key(default: Any, becomes: str, doc: str) -> Any:
     return Field(default, description=doc, json_schema_extra={"becomes": becomes})
+
+
+def _member(default: Any, member: str, doc: str) -> Any:
+    """Key whose value is that member of the request, as it is."""
+    return Field(default, description=doc, json_schema_extra={"becomes": f"`{member}`", "member": member})
 
 
 class ClusterSettings(FrozenModel):
@@ -127,7 +130,7 @@ class ClusterSettings(FrozenModel):
 class JobOptions(FrozenModel):
     """Options that clusters and jobs have."""
 
-    instance_type: Word | None = _key(None, "`ResourceConfig.InstanceType`", "Like ml.p4d.24xlarge.")
+    instance_type: Word | None = _member(None, "ResourceConfig.InstanceType", "Like ml.p4d.24xlarge.")
     instance_count: Annotated[int, whole(1, MANY)] | None = _key(
         None, "`resources.nodes`", "Number of instances; must agree with the job's nodes."
     )
@@ -143,26 +146,26 @@ class JobOptions(FrozenModel):
         "hyperparameters", "`HyperParameters`", "Whether arguments must be named, and are shown as hyperparameters."
     )
     install_requirements: Truth = _key(True, "a line of setup", "Install the requirements.txt beside the script first.")
-    distributed_type: Annotated[str, Reader(read.distributed_type)] | None = _key(
+    distributed_type: Annotated[str, Reader(sections.distributed_type)] | None = _key(
         None, "`launcher`", "NO or DATA_PARALLEL, as in configuration files."
     )
     distribution: sections.Distribution | None = _key(
         None, "`launcher`", "The estimators' distribution: torch_distributed, mpi, smdistributed."
     )
-    mixed_precision: Annotated[str, Reader(read.precision)] | None = _key(
+    mixed_precision: Annotated[str, Reader(sections.precision)] | None = _key(
         None, "`runtime.mixed_precision`", "As in configuration files."
     )
     use_cpu: Truth | None = _key(None, "`runtime.use_cpu`", "As in configuration files.")
-    volume_size: Annotated[int, whole(1, MANY)] | None = _key(
-        30, "`ResourceConfig.VolumeSizeInGB`", "Disk of each instance, in GB."
+    volume_size: Annotated[int, whole(1, MANY)] | None = _member(
+        30, "ResourceConfig.VolumeSizeInGB", "Disk of each instance, in GB."
     )
-    volume_kms_key: Text | None = _key(None, "`ResourceConfig.VolumeKmsKeyId`", "KMS key of that disk.")
-    keep_alive_period_in_seconds: RunTime | None = _key(
-        None, "`ResourceConfig.KeepAlivePeriodInSeconds`", "Keep the instances warm this long."
+    volume_kms_key: Text | None = _member(None, "ResourceConfig.VolumeKmsKeyId", "KMS key of that disk.")
+    keep_alive_period_in_seconds: RunTime | None = _member(
+        None, "ResourceConfig.KeepAlivePeriodInSeconds", "Keep the instances warm this long."
     )
-    training_plan: Text | None = _key(None, "`ResourceConfig.TrainingPlanArn`", "Reserved capacity to run on.")
-    instance_placement_config: ApiObject | None = _key(
-        None, "`ResourceConfig.InstancePlacementConfig`", "Where in an UltraServer; as in the API."
+    training_plan: Text | None = _member(None, "ResourceConfig.TrainingPlanArn", "Reserved capacity to run on.")
+    instance_placement_config: ApiObject | None = _member(
+        None, "ResourceConfig.InstancePlacementConfig", "Where in an UltraServer; as in the API."
     )
     max_run: RunTime | None = _key(None, "`StoppingCondition.MaxRuntimeInSeconds`", "Longest time of training.")
     max_wait: RunTime | None = _key(
@@ -170,22 +173,22 @@ class JobOptions(FrozenModel):
         "`StoppingCondition.MaxWaitTimeInSeconds`",
         "Longest time of waiting for spot capacity and training together.",
     )
-    max_pending: RunTime | None = _key(None, "`StoppingCondition.MaxPendingTimeInSeconds`", "Longest time of waiting.")
-    use_spot_instances: Truth = _key(False, "`EnableManagedSpotTraining`", "Spare capacity, for less.")
-    inputs: Annotated[dict[str, sections.Channel], Reader(read.named_channels)] = _key(
+    max_pending: RunTime | None = _member(None, "StoppingCondition.MaxPendingTimeInSeconds", "Longest time of waiting.")
+    use_spot_instances: Truth = _member(False, "EnableManagedSpotTraining", "Spare capacity, for less.")
+    inputs: Annotated[dict[str, sections.Channel], Reader(sections.named_channels)] = _key(
         {}, "`InputDataConfig`", "Channels of data: S3 locations or file systems, by name."
     )
-    input_mode: Text = _key("File", "`AlgorithmSpecification.TrainingInputMode`", "Of channels.")
-    metric_definitions: Annotated[tuple[dict[str, str], ...], Reader(read.metrics)] = _key(
-        (), "`AlgorithmSpecification.MetricDefinitions`", "Metrics that are read from the logs."
+    input_mode: Text = _member("File", "AlgorithmSpecification.TrainingInputMode", "Of channels.")
+    metric_definitions: Annotated[tuple[dict[str, str], ...], Reader(sections.metrics)] = _member(
+        (), "AlgorithmSpecification.MetricDefinitions", "Metrics that are read from the logs."
     )
-    enable_sagemaker_metrics: Truth | None = _key(
-        None, "`AlgorithmSpecification.EnableSageMakerMetricsTimeSeries`", "Keep those over time."
+    enable_sagemaker_metrics: Truth | None = _member(
+        None, "AlgorithmSpecification.EnableSageMakerMetricsTimeSeries", "Keep those over time."
     )
     output_path: Text | None = _key(
         None, "`OutputDataConfig.S3OutputPath`", "Where the model goes; below orc's prefix by default."
     )
-    output_kms_key: Text | None = _key(None, "`OutputDataConfig.KmsKeyId`", "KMS key of the model.")
+    output_kms_key: Text | None = _member(None, "OutputDataConfig.KmsKeyId", "KMS key of the model.")
     disable_output_compression: Truth = _key(
         False, "`OutputDataConfig.CompressionType`", "Upload the model as it is, not as model.tar.gz."
     )
@@ -195,34 +198,38 @@ class JobOptions(FrozenModel):
     checkpoint_local_path: Annotated[str, matching(r"/.+", "an absolute path")] = _key(
         "/opt/ml/checkpoints", "`CheckpointConfig.LocalPath`", "Where they are in the container."
     )
-    subnets: Several = _key((), "`VpcConfig.Subnets`", "Subnets of a VPC.")
-    security_group_ids: Several = _key((), "`VpcConfig.SecurityGroupIds`", "Its security groups.")
-    enable_network_isolation: Truth = _key(
-        False, "`EnableNetworkIsolation`", "No network but among the job's own instances."
+    subnets: Several = _member((), "VpcConfig.Subnets", "Subnets of a VPC.")
+    security_group_ids: Several = _member((), "VpcConfig.SecurityGroupIds", "Its security groups.")
+    enable_network_isolation: Truth = _member(
+        False, "EnableNetworkIsolation", "No network but among the job's own instances."
     )
-    encrypt_inter_container_traffic: Truth = _key(
-        False, "`EnableInterContainerTrafficEncryption`", "Encrypt what the instances say to each other."
+    encrypt_inter_container_traffic: Truth = _member(
+        False, "EnableInterContainerTrafficEncryption", "Encrypt what the instances say to each other."
     )
-    environment: Annotated[dict[str, str], Reader(read.variables)] = _key(
+    environment: Annotated[dict[str, str], Reader(sections.variables)] = _key(
         {}, "`Environment`", "Variables of the container; the job's `env` wins. Never for secrets."
     )
-    max_retry_attempts: Annotated[int, whole(1, MANY)] | None = _key(
-        None, "`RetryStrategy.MaximumRetryAttempts`", "SageMaker's own, after internal errors."
+    max_retry_attempts: Annotated[int, whole(1, MANY)] | None = _member(
+        None, "RetryStrategy.MaximumRetryAttempts", "SageMaker's own, after internal errors."
     )
-    tags: Annotated[dict[str, str], Reader(read.tags)] = _key({}, "`Tags`", "Tags at AWS, beside the job's own.")
-    tensorboard_output_config: ApiObject | None = _key(None, "`TensorBoardOutputConfig`", "As in the API.")
-    profiler_config: ApiObject | None = _key(None, "`ProfilerConfig`", "As in the API.")
-    disable_profiler: Truth | None = _key(None, "`ProfilerConfig.DisableProfiler`", "No profiler.")
-    experiment_config: ApiObject | None = _key(None, "`ExperimentConfig`", "As in the API.")
+    tags: Annotated[dict[str, str], Reader(sections.tags)] = _key({}, "`Tags`", "Tags at AWS, beside the job's own.")
+    tensorboard_output_config: ApiObject | None = _member(None, "TensorBoardOutputConfig", "As in the API.")
+    profiler_config: ApiObject | None = _member(None, "ProfilerConfig", "As in the API.")
+    disable_profiler: Truth | None = _member(None, "ProfilerConfig.DisableProfiler", "No profiler.")
+    experiment_config: ApiObject | None = _member(None, "ExperimentConfig", "As in the API.")
     training_repository_access_mode: Text | None = _key(
         None, "`AlgorithmSpecification.TrainingImageConfig`", "Where a private registry is reached."
     )
     training_repository_credentials_provider_arn: Text | None = _key(
         None, "`AlgorithmSpecification.TrainingImageConfig`", "Function that knows its credentials."
     )
-    enable_infra_check: Truth | None = _key(None, "`InfraCheckConfig`", "Check the instances first.")
-    enable_remote_debug: Truth | None = _key(None, "`RemoteDebugConfig`", "Allow shells in the container.")
-    enable_session_tag_chaining: Truth | None = _key(None, "`SessionChainingConfig`", "Pass tags on.")
+    enable_infra_check: Truth | None = _member(None, "InfraCheckConfig.EnableInfraCheck", "Check the instances first.")
+    enable_remote_debug: Truth | None = _member(
+        None, "RemoteDebugConfig.EnableRemoteDebug", "Allow shells in the container."
+    )
+    enable_session_tag_chaining: Truth | None = _member(
+        None, "SessionChainingConfig.EnableSessionTagChaining", "Pass tags on."
+    )
 
 
 class Settings(JobOptions):
@@ -237,19 +244,20 @@ class ClusterOptions(ClusterSettings, JobOptions):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
 
-def cluster_fields() -> dict[str, FieldInfo]:
-    """Return the keys that only a cluster has."""
-    return ClusterSettings.model_fields
+CLUSTER_KEYS: Mapping[str, FieldInfo] = ClusterSettings.model_fields  # that only a cluster has
+JOB_KEYS: Mapping[str, FieldInfo] = JobOptions.model_fields  # that clusters and jobs have
 
 
-def job_fields() -> dict[str, FieldInfo]:
-    """Return the keys that clusters and jobs have."""
-    return JobOptions.model_fields
+def members(settings: Settings) -> dict[str, Any]:
+    """Return the members of the request that are settings as they are."""
+    extras = {name: field.json_schema_extra for name, field in JOB_KEYS.items()}
+    own = {name: extra["member"] for name, extra in extras.items() if isinstance(extra, dict) and "member" in extra}
+    return sections.placed({str(member): getattr(settings, name) for name, member in own.items()})
 
 
 def known_names() -> list[str]:
     """Return every name that can be written in a cluster's options."""
-    return [*cluster_fields(), *job_fields(), *ALIASES, "additional_args"]
+    return [*CLUSTER_KEYS, *JOB_KEYS, *ALIASES, "additional_args"]
 
 
 def read_cluster_settings(cluster: Cluster) -> ClusterSettings:
@@ -278,9 +286,7 @@ def read_settings(cluster: Cluster, job: JobSpec | None = None) -> Settings:
 
 def option_of(member: str) -> str | None:
     """Return the key that becomes the *member* of the request (``VpcConfig.Subnets``), or a part around it."""
-    found = {
-        place: name for name, field in job_fields().items() for place in re.findall(r"`([\w.]+)`", _becomes(field))
-    }
+    found = {place: name for name, field in JOB_KEYS.items() for place in re.findall(r"`([\w.]+)`", _becomes(field))}
     inside = [place for place in found if f"{member}.".startswith(f"{place}.")]
     return found[max(inside, key=len)] if inside else None
 
@@ -304,7 +310,7 @@ def _of_cluster(cluster: Cluster) -> Placed:
 def _of_job(job: JobSpec) -> Placed:
     given = _properly_named(job.resources.options.get("sagemaker", {}), f"{job.name}: resources.options.sagemaker")
     for name in given:
-        if name in cluster_fields():
+        if name in CLUSTER_KEYS:
             hint = "Set it under `options:` of the cluster in clusters.yaml."
             if name in TABLES:
                 hint += f" A job has `{TABLES[name][0]}` for it."
@@ -366,7 +372,7 @@ def _proper(name: str, value: Any, where: str) -> str | None:
     if name in ELSEWHERE:
         raise SpecError(f"{name} has another place in a job file", where=where, hint=f"Write {ELSEWHERE[name]}.")
     proper = ALIASES.get(name, name)
-    if proper not in cluster_fields() and proper not in job_fields():
+    if proper not in CLUSTER_KEYS and proper not in JOB_KEYS:
         from orc.launchers.spec.problems import choose
 
         raise SpecError(f"unknown key {name!r}{choose(name, known_names())}", where=where)
@@ -388,6 +394,6 @@ def _from_tables(place: ClusterSettings, given: Placed) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, (name, columns) in TABLES.items():
         if path := getattr(place, key):
-            rows, file = read_table(path, given.document.origin((key,), key=True).where, columns)
+            rows, file = sections.read_table(path, given.document.origin((key,), key=True).where, columns)
             found |= _written(validate_options(Settings, {name: rows}, str(file)))
     return found

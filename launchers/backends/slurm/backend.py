@@ -23,14 +23,7 @@ from orc.launchers.backends.base import (
     Snapshot,
     cancel_request,
 )
-from orc.launchers.backends.slurm.login import (
-    DEFAULT_PYTHON,
-    entry_python,
-    home_options,
-    open_transport,
-    root_of,
-)
-from orc.launchers.backends.slurm.lookup import JobLookup, job_of_owner, of_handles
+from orc.launchers.backends.slurm.login import DEFAULT_PYTHON, entry_python, open_transport, root_of
 from orc.launchers.backends.slurm.options import (
     MEMORY,
     ClusterOptions,
@@ -39,6 +32,7 @@ from orc.launchers.backends.slurm.options import (
     read_options,
     read_settings,
 )
+from orc.launchers.backends.slurm.submission import SlurmJobs, job_of_owner, of_handles
 from orc.launchers.errors import SpecError
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
@@ -52,7 +46,6 @@ if TYPE_CHECKING:
     from orc.launchers.attempts.reader import AttemptRecords
     from orc.launchers.backends.slurm.client import SlurmClient
     from orc.launchers.backends.slurm.queue_rows import JobRow
-    from orc.launchers.backends.slurm.submission import Submitter
     from orc.launchers.remote.transport import Transport
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
@@ -129,15 +122,22 @@ class SlurmBackend(Backend):
         )
 
     @property
-    def _lookup(self) -> JobLookup:
-        return JobLookup(self._client, self._transport, self.layout, self.cluster.name)
+    def _jobs(self) -> SlurmJobs:
+
+        return SlurmJobs(self._client, self._transport, self.layout, self._settings, self.cluster.name)
 
     # -- before the start
 
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
         """Return two files, ``agent.json`` and ``job.sbatch``, and one command: ``sbatch``."""
         from orc.launchers.attempts.agent_config import agent_config, agent_file
-        from orc.launchers.backends.slurm.script import SCRIPT_NAME, check_nesting, render_script, shape
+        from orc.launchers.backends.slurm.script import (
+            SCRIPT_NAME,
+            check_nesting,
+            home_options,
+            render_script,
+            shape,
+        )
         from orc.launchers.environments.rendering import environment_of
 
         options = self._options(job)
@@ -168,13 +168,11 @@ class SlurmBackend(Backend):
             ),
             0o600,
         )
-        submission = PlanCommand(self._submission(attempt, script.path), purpose="submit")
+        # Batch scripts take no ``~``; `submit` expands it on the command line.
+        places = (f"--{name}={path}" for name, path in home_options(attempt, self.layout))
+        argv = (self._settings.program("sbatch"), "--parsable", *places, script.path)
+        submission = PlanCommand(argv, purpose="submit")
         return self.plan_of(job, snapshot, attempt, config.env, (agents, script), (submission,))
-
-    def _submission(self, attempt: AttemptId, script: str) -> tuple[str, ...]:
-        """Return the ``sbatch`` command. Batch scripts take no ``~``; `submit` expands it on the command line."""
-        places = home_options(attempt, self.layout)
-        return (self._settings.program("sbatch"), "--parsable", *(f"--{k}={v}" for k, v in places), script)
 
     def preflight(self, plan: Plan) -> list[Finding]:
         """Check that Slurm answers, the partition exists, the root can be written, and ranks can start."""
@@ -217,21 +215,15 @@ class SlurmBackend(Backend):
 
     # -- the start
 
-    @property
-    def _submitter(self) -> Submitter:
-        from orc.launchers.backends.slurm.submission import Submitter
-
-        return Submitter(self._client, self._transport, self.layout, self._settings, self._lookup)
-
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
         """Write the files, run ``sbatch`` once; an attempt that is there already is left as it is."""
-        return self._submitter.submit(plan, secrets)
+        return self._jobs.submit(plan, secrets)
 
     def submit_array(
         self, plans: Sequence[Plan], secrets: Mapping[str, str], *, at_once: int | None = None
     ) -> list[Handle]:
         """Submit all that are not there yet by one ``sbatch --array``; see `SupportsArrays`."""
-        return self._submitter.submit_array(plans, secrets, at_once)
+        return self._jobs.submit_array(plans, secrets, at_once)
 
     @cached_property
     def _most_elements(self) -> int | None:
@@ -244,7 +236,7 @@ class SlurmBackend(Backend):
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """Return the job of the marker from the queue, accounting or the attempt directory."""
-        return self._lookup.find_job(marker)
+        return self._jobs.find_job(marker)
 
     # -- afterwards
 
@@ -268,7 +260,7 @@ class SlurmBackend(Backend):
             ended = [row for row in accounted or () if row.ended]
             rows.update(of_handles(ended, forgotten))
         # After Slurm was asked: what had ended by then has left its records.
-        directories = {handle: self._lookup.directory(handle.marker) for handle in handles}
+        directories = {handle: self._jobs.directory(handle.marker) for handle in handles}
         planned = {directory: handle.nodes for handle, directory in directories.items()}
         records = read_attempts(self._transport, list(planned), planned)
         rows.update(self._of_lease_holders(directories, records, rows))
@@ -315,16 +307,17 @@ class SlurmBackend(Backend):
         return {handle: found[other] for handle, other in others.items() if other in found}
 
     def queue(self, handles: Sequence[Handle]) -> QueueReport:
-        """Return the report of one sinfo, and of one ``squeue --start`` where there are attempts."""
+        """Return the report of one sinfo, and of one squeue where there are attempts."""
+        from orc.launchers.backends.slurm.verdict import queued_job
+
         partitions = self._client.partitions()
-        jobs = self._client.expected(handle.native_id for handle in handles) if handles else []
-        ours = {(handle.native_id, handle.group or handle.marker): handle.marker for handle in handles}
-        own = [(ours.get((job.native_id, job.marker)), job) for job in jobs]
-        return QueueReport(tuple(partitions), tuple(replace(job, marker=marker) for marker, job in own if marker))
+        rows = self._client.queue(handle.native_id for handle in handles) if handles else []
+        going = [(handle, row) for handle, row in of_handles(rows, handles).items() if not row.ended]
+        return QueueReport(tuple(partitions), tuple(queued_job(handle.marker, row) for handle, row in going))
 
     def files(self, handle: Handle) -> tuple[Transport, str]:
         """Return the machine where the cluster is entered, and the attempt's directory."""
-        return self._transport, self._lookup.directory(handle.marker)
+        return self._transport, self._jobs.directory(handle.marker)
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Return an entry to each node: one more step of the job, beside the agents.
@@ -335,7 +328,7 @@ class SlurmBackend(Backend):
         from orc.launchers.agent.records import MOST_NODES, parse_record
 
         self._client.queue((handle.native_id,))
-        directory = self._lookup.directory(handle.marker)
+        directory = self._jobs.directory(handle.marker)
         path = f"{directory}/agent.json"
         config = parse_record(self._transport.read_many([path]).get(path, b"")) or {}
         python = self._transport.expand(self.cluster.python or DEFAULT_PYTHON)
@@ -357,7 +350,7 @@ class SlurmBackend(Backend):
         living = {handle: row for handle, row in rows.items() if not row.ended}
         request = json.dumps(cancel_request(grace)).encode()
         for handle in living:
-            self._transport.write(f"{self._lookup.directory(handle.marker)}/cancel.json", request, mode=0o600)
+            self._transport.write(f"{self._jobs.directory(handle.marker)}/cancel.json", request, mode=0o600)
         running = [row.job_id for row in living.values() if row.state == "RUNNING"]
         others = [row.job_id for row in living.values() if row.state != "RUNNING"]
         if others:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from orc.launchers.backends.base import PartitionReport, QueuedJob
+from orc.launchers.backends.base import PartitionReport
 from orc.launchers.backends.slurm.options import SlurmSettings
 from orc.launchers.backends.slurm.queue_rows import (
     SACCT_FORMAT,
@@ -18,44 +18,12 @@ from orc.launchers.backends.slurm.queue_rows import (
     SQUEUE_FORMAT,
     JobRow,
     job_number,
-    number,
     parse_sacct,
     parse_sinfo,
     parse_squeue,
 )
-from orc.launchers.backends.slurm.verdict import waiting_reason
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
 from orc.launchers.remote.transport import Completed, Transport
-
-# i: job id, j: name, T: state, P: partition, D: nodes, S: start (expected, where it has not started), r: reason.
-START_FORMAT = "%i|%j|%T|%P|%D|%S|%r"
-
-_FIRST = re.compile(r"(\d+(?:_\d+)?)(?:\+0)?")  # of the components of a heterogeneous job the first
-
-
-def parse_expected(text: str) -> list[QueuedJob]:
-    """Return the jobs in ``squeue --noheader --format=START_FORMAT``; lines of another shape are left out."""
-    found = []
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split("|", 6)]
-        if len(fields) != 7 or not (match := _FIRST.fullmatch(fields[0])):
-            continue
-        _, name, state, partition, nodes, start, reason = fields
-        job_id = match[1]
-        row = JobRow(job_id, name, state, reason="" if reason == "None" else reason)
-        found.append(
-            QueuedJob(
-                marker=name,
-                native_id=job_id,
-                state=state,
-                partition=partition,
-                nodes=number(nodes),
-                reason=waiting_reason(row) if row.waiting else "",
-                starts_at=float(start) if start.isdigit() and start != "0" else None,
-            )
-        )
-    return found
-
 
 # Variables that change what the commands do or print: defaults of the user's shell, or of a job that submits a job.
 _DROP = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SCONTROL_")
@@ -217,13 +185,6 @@ class SlurmClient:
     def partitions(self) -> list[PartitionReport]:
         """Return the partitions as they are now, in sinfo's order."""
         return parse_sinfo(self._ask("sinfo", "--exact", f"--format={SINFO_FORMAT}"))
-
-    def expected(self, job_ids: Iterable[str]) -> list[QueuedJob]:
-        """Return the pending and running ones of the jobs, with their expected start."""
-        found: list[QueuedJob] = []
-        for some in _lists(job_ids):
-            found += parse_expected(self._ask("squeue", "--array", f"--format={START_FORMAT}", f"--jobs={some}"))
-        return found
 
     def config(self) -> dict[str, str]:
         """Return the output of ``scontrol show config``, by key. Raises `BackendError`."""

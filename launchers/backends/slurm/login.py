@@ -1,4 +1,4 @@
-"""Login node on another machine: its transport, and the expansion of its home directory.
+"""Login node on another machine: its transport, and its root.
 
 The root may begin with ``~``, which only the login node can resolve. Plans keep it, because rendering contacts no
 machine: the batch script leaves it to the shell of the node, ``agent.json`` and the command line of sbatch get it at
@@ -7,13 +7,9 @@ submission.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orc.launchers import paths
-from orc.launchers.attempts import home
-from orc.launchers.attempts.reader import LAUNCHER_LOG
 from orc.launchers.errors import SpecError
 from orc.launchers.remote.ssh.options import DEFAULT_PYTHON as DEFAULT_PYTHON
 from orc.launchers.remote.ssh.options import DEFAULT_ROOT
@@ -22,12 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from orc.launchers.backends.slurm.options import SlurmSettings
-    from orc.launchers.ids import AttemptId
-    from orc.launchers.paths import Layout
     from orc.launchers.remote.transport import Transport
     from orc.launchers.spec.clusters import Cluster
-
-LOG_NAME = LAUNCHER_LOG  # below the attempt's logs/
 
 
 def open_transport(cluster: Cluster, settings: SlurmSettings) -> Transport:
@@ -62,17 +54,3 @@ def root_of(cluster: Cluster, settings: SlurmSettings, state_dir: Path | None = 
             hint="Write it like /shared/orc or ~/orc.",
         )
     return root
-
-
-def home_options(attempt: AttemptId, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """Return the options of sbatch that hold paths below a home directory, where the root is in one."""
-    if not str(layout.root).startswith("~"):
-        return ()
-    log = str(layout.attempt(attempt) / "logs" / LOG_NAME)
-    return (("chdir", str(layout.job(attempt.job))), ("output", log.replace("%", "%%")))
-
-
-def expand_agent_paths(agent: str, expand: Callable[[str], str]) -> str:
-    """Return the content of ``agent.json`` with paths that begin with ``~`` as they are over there."""
-    config: dict[str, Any] = home.at_home(json.loads(agent), expand)
-    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from orc.launchers.backends.reports import PartitionReport
 
 # i: job id (12, 12_3 of an array, 12+1 of a heterogeneous job), j: name, T: state, V: submitted, S: start, e: end,
-# l: time limit, N: nodes, r: reason (last: free text).
-SQUEUE_FORMAT = "%i|%j|%T|%V|%S|%e|%l|%N|%r"
+# l: time limit, N: nodes, P: partition, D: number of nodes, r: reason (last: free text).
+SQUEUE_FORMAT = "%i|%j|%T|%V|%S|%e|%l|%N|%P|%D|%r"
 SACCT_FORMAT = "JobID,JobName,State,Submit,Start,End,Timelimit,NodeList,ExitCode"
 SACCT_FORMAT_NEWER = f"{SACCT_FORMAT},FailedNode"  # 22.05 and older have no such field, and say nothing at all then
 
@@ -30,18 +30,8 @@ WAITING = frozenset(
     | {"LAUNCH_FAILED", "RECONFIG_FAIL", "POWER_UP_NODE", "EXPEDITING"}
 )
 ENDED = frozenset(
-    {
-        "COMPLETED",
-        "FAILED",
-        "TIMEOUT",
-        "CANCELLED",
-        "NODE_FAIL",
-        "PREEMPTED",
-        "OUT_OF_MEMORY",
-        "BOOT_FAIL",
-        "DEADLINE",
-        "REVOKED",
-    }
+    {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL"}
+    | {"DEADLINE", "REVOKED"}
 )
 
 
@@ -62,6 +52,9 @@ class JobRow:
     signal: int | None = None
     failed_node: str = ""
     by: str = ""  # who cancelled, as a user id
+    starts_at: float | None = None  # squeue only: when it is expected to start, while it waits
+    partition: str = ""  # squeue only
+    wanted: int = 0  # squeue only: number of nodes
 
     @property
     def waiting(self) -> bool:
@@ -82,49 +75,31 @@ class JobRow:
 def parse_squeue(text: str) -> list[JobRow]:
     """Return the rows of ``squeue --noheader --format=SQUEUE_FORMAT``; lines of another shape are left out."""
     rows = []
-    for fields in _lines(text, 9):
-        job_id, name, state, submitted, start, end, limit, nodes, reason = fields
-        rows.append(
-            JobRow(
-                job_id,
-                name,
-                state,
-                _epoch(submitted),
-                _epoch(start) if state not in WAITING else None,  # of a waiting job this is a guess
-                _epoch(end),
-                duration(limit),
-                expand_nodes(nodes),
-                "" if reason == "None" else reason,
-            )
-        )
+    for job_id, name, state, submitted, start, end, limit, nodes, partition, count, reason in _lines(text, 11):
+        times = (_epoch(submitted), None if state in WAITING else _epoch(start), _epoch(end), duration(limit))
+        row = JobRow(job_id, name, state, *times, expand_nodes(nodes), "" if reason == "None" else reason)
+        expected = _epoch(start) if state in WAITING else None
+        rows.append(replace(row, starts_at=expected, partition=partition, wanted=number(count)))
     return _joined(rows)
 
 
 def parse_sacct(text: str) -> list[JobRow]:
     """Return the rows of ``sacct --parsable2 --noheader --allocations --format=SACCT_FORMAT`` (or the newer one)."""
     rows = []
-    for fields in _lines(text, 9):
-        job_id, name, state, submitted, start, end, limit, nodes, code = fields
+    for job_id, name, state, submitted, start, end, limit, nodes, code in _lines(text, 9):
         code, _, failed = code.partition("|")
         word, _, rest = state.partition(" ")
         exit_code, _, number = code.partition(":")
-        rows.append(
-            JobRow(
-                job_id,
-                name,
-                word.rstrip("+"),
-                _epoch(submitted),
-                _epoch(start),
-                _epoch(end),
-                duration(limit),
-                () if nodes == "None assigned" else expand_nodes(nodes),
-                "",
-                int(exit_code) if exit_code.isdigit() else None,
-                int(number) if number.isdigit() and number != "0" else None,
-                "" if failed in ("None assigned", "Unknown") else failed,
-                rest.removeprefix("by "),
-            )
+        times = (_epoch(submitted), _epoch(start), _epoch(end), duration(limit))
+        row = JobRow(job_id, name, word.rstrip("+"), *times, () if nodes == "None assigned" else expand_nodes(nodes))
+        row = replace(
+            row,
+            exit_code=int(exit_code) if exit_code.isdigit() else None,
+            signal=int(number) if number.isdigit() and number != "0" else None,
+            failed_node="" if failed in ("None assigned", "Unknown") else failed,
+            by=rest.removeprefix("by "),
         )
+        rows.append(row)
     return _joined(rows)
 
 
@@ -163,6 +138,7 @@ def _one(job: str, parts: list[JobRow]) -> JobRow:
         job_id=job,
         state=state,
         nodes=tuple(node for row in parts for node in row.nodes),
+        wanted=sum(row.wanted for row in parts),
         failed_node=next((row.failed_node for row in parts if row.failed_node), ""),
         by=next((row.by for row in parts if row.by), ""),
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from orc.launchers.backends.slurm.login import LOG_NAME, home_options
+from orc.launchers.attempts.reader import LAUNCHER_LOG
 from orc.launchers.backends.slurm.options import EARLIEST_S, MEMORY, SlurmOptions, SlurmSettings
 from orc.launchers.backends.slurm.queue_rows import expand_nodes
 from orc.launchers.errors import RenderError
@@ -139,6 +139,14 @@ def directives(
     return lines
 
 
+def home_options(attempt: AttemptId, layout: Layout) -> tuple[tuple[str, str], ...]:
+    """Return the options of sbatch that hold paths below a home directory, where the root is in one."""
+    if not str(layout.root).startswith("~"):
+        return ()
+    log = str(layout.attempt(attempt) / "logs" / LAUNCHER_LOG)
+    return (("chdir", str(layout.job(attempt.job))), ("output", log.replace("%", "%%")))
+
+
 def option_pairs(
     job: JobSpec, options: SlurmOptions, attempt: AttemptId, layout: Layout, avoid: Sequence[str] = ()
 ) -> list[tuple[str, str | int | None]]:
@@ -146,7 +154,7 @@ def option_pairs(
     made = shape(job, options)
     resources = job.resources
     marker = attempt.marker
-    log = str(layout.attempt(attempt) / "logs" / LOG_NAME)
+    log = str(layout.attempt(attempt) / "logs" / LAUNCHER_LOG)
     places = [("chdir", str(layout.job(attempt.job))), ("output", log.replace("%", "%%"))]
     pairs: list[tuple[str, str | int | None]] = [
         ("job-name", marker),
@@ -278,62 +286,40 @@ _TRES = ("tres-per-node", "tres-per-task")
 
 def check_conflicts(job: JobSpec, options: SlurmOptions) -> None:
     """Check that the options agree with the job. Raises `RenderError` that names both sides."""
-    for what, hint in (
-        *_memory(job, options),
-        *_given_gpus(job, options),
-        *_nodes(job, options),
-        *_container(job, options),
-    ):
+    for what, hint in _conflicts(job, options):
         raise RenderError(what, where=job.name, hint=hint)
 
 
-def _memory(job: JobSpec, options: SlurmOptions) -> list[tuple[str, str]]:
-    names = [name for name in ("mem_per_cpu", "mem_per_gpu", "mem") if getattr(options, name)]
-    given = (["resources.memory (per node)"] if job.resources.memory else []) + [f"the Slurm option {n}" for n in names]
-    if len(given) > 1:
-        return [(f"{given[0]} and {given[1]} exclude each other", "Remove one of them.")]
-    if options.mem_per_gpu and not job.resources.gpus_per_node:
-        return [(f"mem_per_gpu = {options.mem_per_gpu}, but the job asks for no GPUs", "Set resources.gpus_per_node.")]
-    return []
-
-
-def _given_gpus(job: JobSpec, options: SlurmOptions) -> list[tuple[str, str]]:
-    if options.gpu_type and not job.resources.gpus_per_node:
-        return [(f"gpu_type = {options.gpu_type}, but the job asks for no GPUs", "Set resources.gpus_per_node.")]
+def _conflicts(job: JobSpec, options: SlurmOptions) -> Iterator[tuple[str, str]]:
+    """Yield what the options and the job do not agree on, and what to do."""
+    resources = job.resources
+    forms = ["resources.memory (per node)"] if resources.memory else []
+    forms += [f"the Slurm option {name}" for name in ("mem_per_cpu", "mem_per_gpu", "mem") if getattr(options, name)]
+    if len(forms) > 1:
+        yield f"{forms[0]} and {forms[1]} exclude each other", "Remove one of them."
+    for name in ("mem_per_gpu", "gpu_type"):
+        if (value := getattr(options, name)) and not resources.gpus_per_node:
+            yield f"{name} = {value}, but the job asks for no GPUs", "Set resources.gpus_per_node."
     by = ["gres"] if any(_GPU.match(name) for name in options.gres) else []
     by += [f"--{name} (under extra)" for name, value in options.extra if name in _TRES and _GPU.search(value or "")]
-    if by and job.resources.gpus_per_node:
-        return [
-            (
-                f"GPUs are asked for twice, by resources.gpus_per_node and by {by[0]}",
-                "Keep resources.gpus_per_node, and gpu_type for their type.",
-            )
-        ]
-    return []
-
-
-def _nodes(job: JobSpec, options: SlurmOptions) -> list[tuple[str, str]]:
-    if options.gpus_as == "gpus-per-task" and job.resources.min_nodes < job.resources.max_nodes:
-        what = f"gpus_as: gpus-per-task needs a fixed number of nodes, and resources.nodes is {job.resources.nodes}"
-        return [(what, "Use gpus_as: gpus-per-node.")]
+    if by and resources.gpus_per_node:
+        what = f"GPUs are asked for twice, by resources.gpus_per_node and by {by[0]}"
+        yield what, "Keep resources.gpus_per_node, and gpu_type for their type."
+    if options.gpus_as == "gpus-per-task" and resources.min_nodes < resources.max_nodes:
+        what = f"gpus_as: gpus-per-task needs a fixed number of nodes, and resources.nodes is {resources.nodes}"
+        yield what, "Use gpus_as: gpus-per-node."
     wanted, unwanted = expand_nodes(options.nodelist or ""), expand_nodes(options.exclude or "")
     if both := [name for name in wanted if name in unwanted]:
-        return [(f"{both[0]} is in nodelist and in exclude", "Remove it from one of them.")]
-    if len(wanted) > job.resources.max_nodes:
+        yield f"{both[0]} is in nodelist and in exclude", "Remove it from one of them."
+    if len(wanted) > resources.max_nodes:
         what = f"nodelist names {len(wanted)} nodes, all of which must be part of the job, and resources.nodes is "
-        return [(f"{what}{job.resources.nodes}", "Name fewer, or use `exclude` to keep away from the others.")]
-    names = {name for name, _ in options.extra}
-    if options.exclusive and (shared := names & {"oversubscribe", "share"}):
-        return [(f"exclusive and --{shared.pop()} (under extra) exclude each other", "Remove one of them.")]
-    return []
-
-
-def _container(job: JobSpec, options: SlurmOptions) -> list[tuple[str, str]]:
+        yield f"{what}{resources.nodes}", "Name fewer, or use `exclude` to keep away from the others."
+    if options.exclusive and (shared := {name for name, _ in options.extra} & {"oversubscribe", "share"}):
+        yield f"exclusive and --{shared.pop()} (under extra) exclude each other", "Remove one of them."
     others = ("mounts", "name", "mount_home", "remap_root", "writable", "entrypoint")
     given = [f"container_{name}" for name in others if getattr(options, f"container_{name}") not in (None, ())]
-    if options.container_image is None:
-        return [(f"{given[0]} is given, but no container_image", "Set container_image.")] if given else []
-    return []
+    if given and options.container_image is None:
+        yield f"{given[0]} is given, but no container_image", "Set container_image."
 
 
 def check_nesting(job: JobSpec, options: SlurmOptions, environment: Environment, root: str) -> None:

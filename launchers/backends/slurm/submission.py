@@ -1,51 +1,125 @@
-"""Submission of attempts: one, or an array. The order of the steps makes it exactly once."""
+"""Lookup of attempts by their markers (in the queue, in accounting, in the agents' leases) and their submission.
+
+One attempt is submitted by itself, many as an array. The order of the steps makes it exactly once.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from orc.launchers.agent.records import parse_record
 from orc.launchers.attempts.confidential import remove_confidential
+from orc.launchers.attempts.home import at_home
 from orc.launchers.backends.base import Handle, require_secrets
 from orc.launchers.backends.slurm import arrays
-from orc.launchers.backends.slurm.login import expand_agent_paths
-from orc.launchers.backends.slurm.lookup import KIND, JobLookup
+from orc.launchers.backends.slurm.arrays import RECORD_NAME, ArrayElement, elements_of
+from orc.launchers.backends.slurm.queue_rows import job_number
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
+from orc.launchers.ids import AttemptId
 from orc.launchers.remote.transport import NO_LINKS, WholeFile
 
 if TYPE_CHECKING:
     from orc.launchers.backends.slurm.client import SlurmClient
     from orc.launchers.backends.slurm.options import SlurmSettings
+    from orc.launchers.backends.slurm.queue_rows import JobRow
     from orc.launchers.paths import Layout
     from orc.launchers.plan import Plan
     from orc.launchers.remote.transport import Transport
 
+KIND = "slurm"
 SECRETS_NAME = "secrets.json"
+_JOB_ID = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
 
 
-class Submitter:
-    """Submission to one cluster."""
+@dataclass(frozen=True)
+class SlurmJobs:
+    """Jobs and directories of attempts on one cluster."""
 
-    def __init__(
-        self,
-        client: SlurmClient,
-        transport: Transport,
-        layout: Layout,
-        settings: SlurmSettings,
-        lookup: JobLookup,
-    ) -> None:
-        self._client = client
-        self._transport = transport
-        self._layout = layout
-        self._settings = settings
-        self._lookup = lookup
+    client: SlurmClient
+    transport: Transport
+    layout: Layout
+    settings: SlurmSettings
+    cluster: str
+
+    def directory(self, marker: str) -> str:
+        """Return the attempt's directory on the cluster."""
+        return self.transport.expand(str(self.layout.attempt(AttemptId.from_marker(marker))))
+
+    def find_job(self, marker: str) -> Handle | None:
+        """Return the handle of the marker from the queue, accounting or the attempt directory."""
+        elements = self._elements([marker])
+        found = self._queued([marker], elements)
+        if marker not in found:
+            rows = self.client.accounted_named(*_names([marker], elements)) or ()
+            found = {name: self._handle(name, _oldest(own)) for name, own in _by_marker(rows, elements, [marker])}
+        return found.get(marker) or self.by_lease([marker]).get(marker)
+
+    def known(self, markers: Sequence[str]) -> dict[str, Handle]:
+        """Return the handles of markers without accounting: the check of a submission that it happens once."""
+        found = self.queued(markers)
+        missing = [marker for marker in markers if marker not in found]
+        return {**found, **self.by_lease(missing)} if missing else found
+
+    def queued(self, markers: Sequence[str]) -> dict[str, Handle]:
+        """Return the handles of the jobs that the controller remembers.
+
+        Of several jobs with one marker (a submission that was cut off and repeated) the oldest is the attempt, and the
+        others are cancelled; should they run for a moment, the agents' lease keeps them from doing anything.
+        """
+        return self._queued(markers, self._elements(markers))
+
+    def _queued(self, markers: Sequence[str], elements: Mapping[str, Sequence[ArrayElement]]) -> dict[str, Handle]:
+        rows = self.client.queue_named(*_names(markers, elements))
+        found, double = {}, []
+        for marker, own in _by_marker(rows, elements, markers):
+            first = _oldest(own)
+            found[marker] = self._handle(marker, first)
+            double += [row.job_id for row in own if row.job_id != first.job_id and not row.ended]
+        if double:
+            self.client.cancel(double)
+        return found
+
+    def _elements(self, markers: Iterable[str]) -> dict[str, list[ArrayElement]]:
+        """Return the arrays that attempts were submitted in, from their directories."""
+        paths = {f"{self.directory(marker)}/{RECORD_NAME}": marker for marker in markers}
+        return {paths[path]: elements_of(data) for path, data in self.transport.read_many(list(paths)).items()}
+
+    def by_lease(self, markers: Iterable[str]) -> dict[str, Handle]:
+        """Return the handles in the agents' leases, of jobs that controller and accounting have forgotten."""
+        paths = {f"{self.directory(marker)}/node-0/lease.json": marker for marker in markers}
+        leases = self.transport.read_many(list(paths))
+        found = {paths[path]: self._of_lease(paths[path], data) for path, data in leases.items()}
+        return {marker: handle for marker, handle in found.items() if handle is not None}
+
+    def _of_lease(self, marker: str, data: bytes) -> Handle | None:
+        lease = parse_record(data)
+        if lease is None:  # renames are atomic, so this is a file that a crashed machine has lost the content of
+            return None
+        job_id = job_of_owner(lease.get("owner", ""))
+        if not job_id or lease.get("marker") != marker:
+            return None
+        at = float(lease.get("at") or 0.0)
+        if "_" not in job_id:
+            return Handle(self.cluster, KIND, marker, job_id, at)
+        index = int(job_id.partition("_")[2])
+        names = [element.array for element in self._elements([marker]).get(marker, ()) if element.index == index]
+        return Handle(self.cluster, KIND, marker, job_id, at, group=names[-1] if names else "")
+
+    def _handle(self, marker: str, row: JobRow) -> Handle:
+        at = row.submitted_at or time.time()
+        return Handle(self.cluster, KIND, marker, row.job_id, at, group=row.name if row.name != marker else "")
+
+    # -- submission
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
         """Submit one attempt; see `Backend.submit`."""
         require_secrets(plan, secrets)
-        if found := self._lookup.known([plan.marker]).get(plan.marker):
+        if found := self.known([plan.marker]).get(plan.marker):
             return found
         self._write([plan], secrets)
         at = time.time()
@@ -61,14 +135,14 @@ class Submitter:
             raise BackendError(f"an array runs at least one of its elements at once, not {at_once}")
         for plan in plans:
             require_secrets(plan, secrets)
-        known = self._lookup.known([plan.marker for plan in plans])
+        known = self.known([plan.marker for plan in plans])
         if new := [plan for plan in plans if plan.marker not in known]:
             arrays.check_alike(new)
             name = arrays.array_name(plan.marker for plan in new)
             directory = self._write_array(name, new, secrets)
             at = time.time()
             array = arrays.array_options(name, len(new), at_once, directory)
-            program = (self._settings.program("sbatch"), "--parsable")
+            program = (self.settings.program("sbatch"), "--parsable")
             job_id = self._sbatch(
                 [*program, *array, f"{directory}/{arrays.SCRIPT_NAME}"], [plan.marker for plan in new]
             )
@@ -88,36 +162,36 @@ class Submitter:
     ) -> None:
         """Write the directories of attempts for their agents, with *others* and *links*."""
         files, counted = list(others), []
-        directories = [self._lookup.directory(plan.marker) for plan in plans]
+        directories = [self.directory(plan.marker) for plan in plans]
         for plan, directory in zip(plans, directories, strict=True):
             if plan.secrets:
                 own = json.dumps({name: secrets[name] for name in plan.secrets}).encode()
                 files.append(WholeFile(f"{directory}/{SECRETS_NAME}", own, 0o600))
             for file in plan.files:
-                path, content = self._transport.expand(file.path), file.content
+                path, content = self.transport.expand(file.path), file.content
                 if path.endswith("/agent.json"):
-                    if self._settings.login:
-                        content = expand_agent_paths(content, self._transport.expand)
+                    if self.settings.login:
+                        content = _at_home(content, self.transport)
                     if "nnodes_from" in json.loads(content):
                         counted.append(path)
                 files.append(WholeFile(path, content.encode(), file.mode))
         kept = (
-            self._transport.read_many(counted) if counted else {}
+            self.transport.read_many(counted) if counted else {}
         )  # jobs may have put their real number of nodes there
         logs = [f"{directory}/logs" for directory in directories]  # Slurm makes no directories for its output
-        self._transport.write_many([file for file in files if file.path not in kept], logs, links)
+        self.transport.write_many([file for file in files if file.path not in kept], logs, links)
 
     def _write_array(self, name: str, plans: Sequence[Plan], secrets: Mapping[str, str]) -> str:
         """Write the directories of all attempts and of their array, with links between them; return the array's."""
-        directory = self._transport.expand(str(arrays.array_dir(self._layout, name)))
-        places = [self._lookup.directory(plan.marker) for plan in plans]
-        paths = [f"{place}/{arrays.RECORD_NAME}" for place in places]
-        earlier = self._transport.read_many(paths)
+        directory = self.transport.expand(str(arrays.array_dir(self.layout, name)))
+        places = [self.directory(plan.marker) for plan in plans]
+        paths = [f"{place}/{RECORD_NAME}" for place in places]
+        earlier = self.transport.read_many(paths)
         script = arrays.array_script(plans[0], directory).encode()
         own = [WholeFile(f"{directory}/{arrays.SCRIPT_NAME}", script, 0o600)]
         for index, path in enumerate(paths):
-            before = [element for element in arrays.elements_of(earlier.get(path, b"")) if element.array != name]
-            record = arrays.record_of([*before, arrays.ArrayElement(name, index)])
+            before = [element for element in elements_of(earlier.get(path, b"")) if element.array != name]
+            record = arrays.record_of([*before, ArrayElement(name, index)])
             own.append(WholeFile(path, record, 0o600))
         links = {f"{directory}/{index}": place for index, place in enumerate(places)}
         self._write(plans, secrets, own, links)
@@ -125,17 +199,17 @@ class Submitter:
 
     def _sbatch(self, argv: Sequence[str], markers: Sequence[str]) -> str:
         try:
-            return self._client.submit(argv)
+            return self.client.submit(argv)
         except AmbiguousSubmit:
             raise
         except BackendError:  # nothing will ever read them
-            remove_confidential(self._transport, [self._lookup.directory(marker) for marker in markers])
+            remove_confidential(self.transport, [self.directory(marker) for marker in markers])
             raise
 
     def _oldest_jobs(self, handles: Sequence[Handle]) -> list[Handle]:
         """Return the oldest job of each marker: concurrent submissions agree on it."""
         try:
-            first = self._lookup.queued([handle.marker for handle in handles])
+            first = self.queued([handle.marker for handle in handles])
         except BackendUnreachable:
             return list(handles)
         found = [(handle, first.get(handle.marker, handle)) for handle in handles]
@@ -143,4 +217,53 @@ class Submitter:
 
     def _expand_home(self, word: str) -> str:
         option, equals, value = word.rpartition("=")
-        return f"{option}{equals}{self._transport.expand(value)}" if value.startswith("~/") else word
+        return f"{option}{equals}{self.transport.expand(value)}" if value.startswith("~/") else word
+
+
+def job_of_owner(owner: str) -> str:
+    """Return the Slurm job (``7`` or ``7_1``) that a lease names as its owner; empty where it names none."""
+    kind, _, job_id = owner.partition(":")
+    return job_id if kind == KIND and _JOB_ID.fullmatch(job_id) else ""
+
+
+def of_handles(rows: Sequence[JobRow], handles: Sequence[Handle]) -> dict[Handle, JobRow]:
+    """Return the rows by handle. After a reset of the controller a job of another name may have the number of ours."""
+    by_id: dict[tuple[str, str], JobRow] = {}
+    for row in sorted(rows, key=lambda row: row.submitted_at or 0.0):  # the newest run of a requeued job counts
+        by_id[row.job_id, row.name] = row
+    wanted = {handle: (handle.native_id, handle.group or handle.marker) for handle in handles}
+    return {handle: by_id[key] for handle, key in wanted.items() if key in by_id}
+
+
+def _names(markers: Iterable[str], elements: Mapping[str, Sequence[ArrayElement]]) -> list[str]:
+    """Return the names that jobs of *markers* may have."""
+    arrays = [element.array for own in elements.values() for element in own]
+    return list(dict.fromkeys([*markers, *arrays]))
+
+
+def _by_marker(
+    rows: Iterable[JobRow], elements: Mapping[str, Sequence[ArrayElement]], markers: Iterable[str]
+) -> list[tuple[str, list[JobRow]]]:
+    """Yield each marker with the rows of its jobs and array elements.
+
+    One that Slurm has refused is none. One that has run and ended is: sent again, it would run twice.
+    """
+    found: dict[str, list[JobRow]] = {marker: [] for marker in markers}
+    places = {(one.array, str(one.index)): marker for marker, own in elements.items() for one in own}
+    for row in rows:
+        if row.refused:
+            continue
+        _, underscore, index = row.job_id.partition("_")
+        marker = places.get((row.name, index)) if underscore else row.name
+        if marker in found:
+            found[marker].append(row)
+    return [(marker, own) for marker, own in found.items() if own]
+
+
+def _oldest(rows: Sequence[JobRow]) -> JobRow:
+    return min(rows, key=lambda row: job_number(row.job_id))
+
+
+def _at_home(agent: str, transport: Transport) -> str:
+    """Return the content of ``agent.json`` with paths that begin with ``~`` as they are over there."""
+    return json.dumps(at_home(json.loads(agent), transport.expand), indent=2, ensure_ascii=False) + "\n"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orc.launchers.backends.base import Cause, Observation, Phase
+from orc.launchers.backends.base import Cause, Observation, Phase, QueuedJob
 
 if TYPE_CHECKING:
     from orc.launchers.attempts.reader import AttemptRecords
@@ -142,6 +142,13 @@ def waiting_reason(row: JobRow) -> str:
     if text:
         return f"{name}: {text}; it may wait for ever" if name in _HOPELESS else f"{name}: {text}"
     return name or state
+
+
+def queued_job(marker: str, row: JobRow) -> QueuedJob:
+    """Return the report of an attempt that waits or runs."""
+    reason = waiting_reason(row) if row.waiting else ""
+    starts_at = row.started_at or row.starts_at
+    return QueuedJob(marker, row.job_id, row.state, row.partition, row.wanted, reason, starts_at)
 
 
 def _ended(row: JobRow | None, records: AttemptRecords, lead_s: float) -> Observation:

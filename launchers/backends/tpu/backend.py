@@ -31,15 +31,14 @@ from orc.launchers.backends.base import (
     require_secrets,
 )
 from orc.launchers.backends.ssh.rendering import hosts_of
-from orc.launchers.backends.tpu import accelerators, lifecycle, request
-from orc.launchers.backends.tpu.lifecycle import Create, Ended, Node, Provisioning, Ready, Restarting, State, ZoneStatus
+from orc.launchers.backends.tpu import accelerators, lifecycle, provision, request
+from orc.launchers.backends.tpu.lifecycle import Create, Node, State, Waiting, ZoneStatus
 from orc.launchers.backends.tpu.listing import Poller
-from orc.launchers.backends.tpu.pods import Pods
-from orc.launchers.backends.tpu.provision import request_tpu, require_own
+from orc.launchers.backends.tpu.provision import Teardown, request_tpu, require_own
 from orc.launchers.backends.tpu.rendering import render_plan
 from orc.launchers.backends.tpu.request import TpuLocation
 from orc.launchers.backends.tpu.settings import JobOptions, Options, Settings, read_settings
-from orc.launchers.backends.tpu.workers import directory_of, worker_name
+from orc.launchers.backends.tpu.workers import Pods, directory_of, find_node, saved_workers, worker_name
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError, NoRoom
 from orc.launchers.findings import Finding
 from orc.launchers.plan import Plan
@@ -116,8 +115,6 @@ class TpuBackend(Backend):
 
     def stores(self, plan: Plan | None = None) -> Targets:
         """Return the stores of the workers of the TPU that the options name. Raises `BackendError` without one."""
-        from orc.launchers.backends.tpu.workers import find_node
-
         if self.settings.options.name is None:
             raise BackendError(
                 "TPUs are made for an attempt and deleted after it: nothing of a job stays there",
@@ -198,20 +195,21 @@ class TpuBackend(Backend):
         local, location = self._local(handle), TpuLocation.parse(handle.native_id)
         statuses = self._look(handle)
         step = self._step(statuses)
-        if local.end() is None and not local.cancelled and isinstance(step, Create):
+        if local.end() is not None or local.cancelled:
+            return self.poll([handle])[handle]
+        if isinstance(step, Create):
             zones = location.zones[location.zones.index(step.zone) :]
             rejections = request_tpu(self.api, local, plan, zones)
             if len(rejections) == len(zones):
                 failed = [status for status in statuses if status.state is State.FAILED]
-                return self._over(handle, _observed(lifecycle.no_zone_left([*failed, *rejections])))
-            return Observation(
-                Phase.PENDING, reason=f"the TPU is asked for in {zones[len(rejections)]} ({step.reason})"
-            )
-        if local.end() is None and not local.cancelled and not local.started and isinstance(step, Ready):
+                return self._over(handle, lifecycle.no_zone_left([*failed, *rejections]))
+            asked = f"the TPU is asked for in {zones[len(rejections)]} ({step.reason})"
+            return Observation(Phase.PENDING, reason=asked)
+        if isinstance(step, Node) and not local.started:
             try:
-                self._pods.start(step.node, plan, secrets)
+                self._pods.start(step, plan, secrets)
             except (BackendUnreachable, NoRoom, AmbiguousSubmit) as error:
-                seen = self._booting(handle, step.node, _one_line(error))
+                seen = self._booting(handle, step, _one_line(error))
                 return self._over(handle, seen) if seen.phase.ended else seen
             except LaunchError as error:
                 return self._over(handle, Observation(Phase.FAILED, Cause.LAUNCH, _one_line(error)))
@@ -221,14 +219,12 @@ class TpuBackend(Backend):
     def _named(self, plan: Plan, location: TpuLocation) -> Node:
         """Return the TPU that the options name. Raises `NoRoom` while it is not up, `BackendError` when unfit."""
         step = self._step(self._list([location]).statuses(location))
-        if isinstance(step, Ready):
+        if isinstance(step, Node):
             wanted = str(request.read_requests(plan)["accelerator_type"])
-            if step.node.accelerator_type not in ("", wanted):
-                raise BackendError(
-                    f"it is a {step.node.accelerator_type}, and the options say {wanted}", where=step.node.name
-                )
-            return step.node
-        if isinstance(step, (Provisioning, Restarting)):
+            if step.accelerator_type not in ("", wanted):
+                raise BackendError(f"it is a {step.accelerator_type}, and the options say {wanted}", where=step.name)
+            return step
+        if isinstance(step, Waiting):
             raise NoRoom(f"waiting for {location.id}: {step.reason}", where=self.cluster.name)
         raise BackendError(
             f"there is no TPU {location.id} to be used: {step.reason}",
@@ -262,14 +258,14 @@ class TpuBackend(Backend):
         step = self._step(statuses)
         if local.cancelled and not local.started:
             return self._over(handle, Observation(Phase.CANCELLED, Cause.CANCELLED, "cancelled before it was started"))
-        if isinstance(step, Ready):
-            seen = self._poll_workers(handle, step.node)
+        if isinstance(step, Node):
+            seen = self._poll_workers(handle, step)
             return self._over(handle, seen) if seen.phase.ended else seen
-        if isinstance(step, Ended):
-            return self._over(handle, _observed(step))
+        if isinstance(step, Observation):
+            return self._over(handle, step)
         if isinstance(step, Create):
             return Observation(Phase.PENDING, reason=f"{step.reason}; next in {step.zone}", due=True)
-        if isinstance(step, Provisioning) and not local.started:
+        if isinstance(step, Waiting) and not step.restarting and not local.started:
             return Observation(Phase.PENDING, reason=step.reason)
         return Observation(Phase.UNKNOWN, reason=step.reason)
 
@@ -297,9 +293,9 @@ class TpuBackend(Backend):
         if seen.phase.ended and seen.phase is not Phase.SUCCEEDED:
             # What ranks die of when their TPU is taken away says nothing about them.
             step = self._step(self._look(handle))
-            if isinstance(step, Ended) and step.cause is Cause.PREEMPTED:
-                return replace(_observed(step), exit=seen.exit, hosts=seen.hosts, started_at=seen.started_at)
-            if isinstance(step, Restarting):
+            if isinstance(step, Observation) and step.cause is Cause.PREEMPTED:
+                return replace(step, exit=seen.exit, hosts=seen.hosts, started_at=seen.started_at)
+            if isinstance(step, Waiting) and step.restarting:
                 return Observation(Phase.UNKNOWN, reason=step.reason)
         if seen.phase is Phase.UNKNOWN:
             self._poller.invalidate(handle.marker)  # are they silent because their TPU is gone?
@@ -322,8 +318,6 @@ class TpuBackend(Backend):
         return self._settle(handle)
 
     def _settle(self, handle: Handle) -> Observation:
-        from orc.launchers.backends.tpu.teardown import Teardown
-
         timeout_s = self.settings.options.delete_timeout
         return Teardown(self.cluster.name, timeout_s, self.api, self._pods).settle(self._local(handle), handle)
 
@@ -360,8 +354,6 @@ class TpuBackend(Backend):
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Return OpenSSH commands with the addresses and host keys that were found when the TPU came up."""
-        from orc.launchers.backends.tpu.workers import saved_workers
-
         directory = directory_of(self.cluster, TpuLocation.parse(handle.native_id).id, self._given_state_dir)
         return self._pods.hosts(saved_workers(directory)).entries(handle)
 
@@ -377,7 +369,7 @@ class TpuBackend(Backend):
         if (inner := self._pods.known(TpuLocation.parse(handle.native_id).id)) is not None:
             return inner
         step = self._step(self._look(handle))
-        return self._pods.on(step.node) if isinstance(step, Ready) else None
+        return self._pods.on(step) if isinstance(step, Node) else None
 
     # -- the end
 
@@ -395,19 +387,15 @@ class TpuBackend(Backend):
         raise_unreached({marker: error for marker, error in results.items() if isinstance(error, LaunchError)})
 
     def _cancel(self, handle: Handle, statuses: Sequence[ZoneStatus], grace: timedelta) -> None:
-        local, location = self._local(handle), TpuLocation.parse(handle.native_id)
+        local, step = self._local(handle), self._step(statuses)
         if local.end() is not None:
             return
-        step = self._step(statuses)
-        if isinstance(step, Ready):
-            inner = self._pods.on(step.node) if local.started or not location.is_made_for(handle.marker) else None
-            if inner is None:
-                seen = self._poll_workers(handle, step.node)
-                inner = self._pods.on(step.node) if local.started else None
-                if inner is None and seen.phase.ended:
-                    return
-            if inner is not None:
-                inner.cancel([handle], grace)
+        own = TpuLocation.parse(handle.native_id).is_made_for(handle.marker)
+        if isinstance(step, Node):
+            if own and not local.started and self._poll_workers(handle, step).phase.ended:
+                return
+            if local.started or not own:
+                self._pods.on(step).cancel([handle], grace)
                 return
         if not local.started:
             local.mark_cancelled()  # the next look ends the attempt, and clears up
@@ -430,9 +418,7 @@ class TpuBackend(Backend):
 
     def leftovers(self, live: Collection[str], over: Collection[str]) -> list[Leftover]:
         """Return TPUs with orc's label in the zones of the cluster."""
-        from orc.launchers.backends.tpu.teardown import leftovers
-
-        return leftovers(self._list([self._all_zones]), live, over, now=time.time())
+        return provision.leftovers(self._list([self._all_zones]), live, over, now=time.time())
 
     def sweep(self, leftover: Leftover) -> None:
         """Delete a leftover, and wait until that is done."""
@@ -440,11 +426,9 @@ class TpuBackend(Backend):
 
     def _end_idle(self) -> None:
         """Delete TPUs whose idle time is over. A deletion that fails is left to a later pass."""
-        from orc.launchers.backends.tpu.teardown import idle_for_too_long
-
         if self.settings.options.on_finish != "idle" or time.monotonic() - self._idle_listed_at < _IDLE_CHECK_S:
             return
-        for name in idle_for_too_long(self._list([self._all_zones]), now=time.time()):
+        for name in provision.idle_for_too_long(self._list([self._all_zones]), now=time.time()):
             with suppress(BackendError):
                 self.api.delete(name)
         self._idle_listed_at = time.monotonic()
@@ -487,10 +471,6 @@ class TpuBackend(Backend):
         from orc.launchers.backends.tpu.local_state import LocalState
 
         return LocalState(directory_of(self.cluster, request.tpu_id(marker), self._given_state_dir), marker)
-
-
-def _observed(end: Ended) -> Observation:
-    return Observation(end.phase, end.cause, end.reason, ended_at=time.time())
 
 
 def _one_line(error: LaunchError) -> str:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from orc.launchers.backends.tpu.lifecycle import Creation, Failure, Node, QueuedResource
+from orc.launchers.backends.tpu.lifecycle import Creation, Node, QueuedResource
 from orc.launchers.backends.tpu.request import API, NODES, parent
 from orc.launchers.errors import BackendError, BackendUnreachable
 
@@ -143,8 +143,8 @@ class TpuApi:
                 at, error, before = _seconds(about.create_time), operation.error, newest.get(about.target)
                 if before is not None and (at or 0.0) < (before.started_at or 0.0):
                     continue
-                failure = Failure(code_pb2.Code.Name(error.code), error.message) if error.code else None
-                newest[about.target] = Creation(operation.done, at, failure)
+                code = code_pb2.Code.Name(error.code) if error.code else ""
+                newest[about.target] = Creation(operation.done, at, code, error.message)
         return newest
 
     def _operations(self, zone: str) -> Iterator[Any]:

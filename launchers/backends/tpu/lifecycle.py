@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from orc.launchers.backends.base import Cause, Phase
+from orc.launchers.backends.base import Cause, Observation, Phase
 
 if TYPE_CHECKING:
     from orc.launchers.backends.tpu.request import TpuLocation
@@ -63,20 +63,13 @@ class Node(_Resource):
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Error of a creation that has left no node behind."""
-
-    code: str
-    error: str
-
-
-@dataclass(frozen=True)
 class Creation:
-    """Newest create operation of a resource: under way, failed, or done."""
+    """Newest create operation of a resource: under way, done, or failed, which leaves no node behind."""
 
     done: bool
     started_at: float | None = None
-    failure: Failure | None = None
+    code: str = ""  # of the error, when it failed
+    error: str = ""
 
 
 class State(enum.Enum):
@@ -99,7 +92,7 @@ class ZoneStatus:
     zone: str
     state: State
     message: str = ""
-    failure: Failure | None = None
+    code: str = ""  # of the error, when it FAILED
     node: Node | None = None
     queued: QueuedResource | None = None
     since: float | None = None  # when its creation began, seconds since the epoch
@@ -154,16 +147,16 @@ def zone_status(
         return ZoneStatus(zone, state, f"{node.state} in {zone}", node=node, since=node.created_at)
     if creation is not None and not creation.done:
         return ZoneStatus(zone, State.PROVISIONING, f"CREATING in {zone}", since=creation.started_at)
-    if creation is not None and creation.failure is not None:
-        return ZoneStatus(zone, State.FAILED, f"{zone}: {creation.failure.error}", creation.failure)
+    if creation is not None and creation.code:
+        return zone_rejected(zone, creation.code, creation.error)
     return ZoneStatus(zone, State.NOT_FOUND)
 
 
 def _of_queued(zone: str, queued: QueuedResource, node: Node | None) -> ZoneStatus:
     message = f"{queued.state} in {zone}"
     if queued.state == "FAILED":
-        failure = Failure(queued.code, queued.error or "the request failed")
-        return ZoneStatus(zone, State.FAILED, f"{zone}: {failure.error}", failure, node, queued)
+        why = queued.error or "the request failed"
+        return ZoneStatus(zone, State.FAILED, f"{zone}: {why}", queued.code, node, queued)
     if queued.state in ("SUSPENDING", "SUSPENDED"):
         taken = State.STOPPED if queued.by_user else State.PREEMPTED
         return ZoneStatus(zone, taken, message, node=node, queued=queued)
@@ -181,24 +174,11 @@ def _of_queued(zone: str, queued: QueuedResource, node: Node | None) -> ZoneStat
 
 
 @dataclass(frozen=True)
-class Provisioning:
+class Waiting:
     """Step: wait for the service."""
 
     reason: str
-
-
-@dataclass(frozen=True)
-class Restarting:
-    """Step: wait for machines that are being restarted; nothing can be observed now."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Step: use the TPU, which is up."""
-
-    node: Node
+    restarting: bool = False  # machines that were up; nothing can be observed now
 
 
 @dataclass(frozen=True)
@@ -209,16 +189,8 @@ class Create:
     reason: str  # why not in the one before
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Step: end the attempt, which gets no TPU or has lost it."""
-
-    phase: Phase
-    cause: Cause
-    reason: str
-
-
-Step = Provisioning | Restarting | Ready | Create | Ended
+# What to do: use the TPU, which is up; end the attempt, which gets no TPU or has lost it, as observed; or one of these.
+Step = Node | Observation | Waiting | Create
 
 
 def next_step(statuses: Sequence[ZoneStatus], *, now: float, provision_timeout_s: float) -> Step:
@@ -226,20 +198,20 @@ def next_step(statuses: Sequence[ZoneStatus], *, now: float, provision_timeout_s
     by_state = {state: [s for s in statuses if s.state is state] for state in State}
     for ready in by_state[State.READY]:
         if ready.node is not None:
-            return Ready(ready.node)
+            return ready.node
     for away in by_state[State.RESTARTING]:
-        return Restarting(f"the TPU is {away.message}")
+        return Waiting(f"the TPU is {away.message}", restarting=True)
     for gone in by_state[State.PREEMPTED]:
-        return Ended(Phase.FAILED, Cause.PREEMPTED, f"the TPU was preempted ({gone.message})")
+        return Observation(Phase.FAILED, Cause.PREEMPTED, f"the TPU was preempted ({gone.message})")
     for waiting in by_state[State.PROVISIONING]:
         if waiting.since is not None and now - waiting.since > provision_timeout_s:
             took = f"{now - waiting.since:.0f} s"
-            return Ended(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is still {waiting.message} after {took}")
-        return Provisioning(f"the TPU is {waiting.message}")
+            return Observation(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is still {waiting.message} after {took}")
+        return Waiting(f"the TPU is {waiting.message}")
     for down in by_state[State.STOPPED]:
-        return Ended(Phase.LOST, Cause.NODE_FAILURE, f"the TPU was stopped outside of orc ({down.message})")
+        return Observation(Phase.LOST, Cause.NODE_FAILURE, f"the TPU was stopped outside of orc ({down.message})")
     for going in by_state[State.DELETING]:
-        return Ended(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is being deleted outside of orc ({going.message})")
+        return Observation(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is being deleted outside of orc ({going.message})")
     return _after_failures(statuses)
 
 
@@ -248,7 +220,7 @@ def _after_failures(statuses: Sequence[ZoneStatus]) -> Step:
     failed = [status for status in statuses if status.state is State.FAILED]
     if not failed:
         where = ", ".join(status.zone for status in statuses)
-        return Ended(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is gone: it was deleted outside of orc ({where})")
+        return Observation(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is gone: it was deleted outside of orc ({where})")
     last = max(number for number, status in enumerate(statuses) if status.state is State.FAILED)
     message = "; ".join(status.message for status in failed)
     for status in statuses[last + 1 :]:
@@ -256,17 +228,17 @@ def _after_failures(statuses: Sequence[ZoneStatus]) -> Step:
     return no_zone_left(failed)
 
 
-def no_zone_left(failed: Sequence[ZoneStatus]) -> Ended:
+def no_zone_left(failed: Sequence[ZoneStatus]) -> Observation:
     """Return the end of an attempt that all zones rejected; another may follow unless all rejections are permanent."""
     message = "; ".join(status.message for status in failed)
-    if all(status.failure is not None and status.failure.code in _PERMANENT for status in failed):
-        return Ended(Phase.FAILED, Cause.LAUNCH, f"the TPU cannot be made: {message}")
-    return Ended(Phase.LOST, Cause.NODE_FAILURE, f"no TPU could be had: {message}")
+    if all(status.code in _PERMANENT for status in failed):
+        return Observation(Phase.FAILED, Cause.LAUNCH, f"the TPU cannot be made: {message}")
+    return Observation(Phase.LOST, Cause.NODE_FAILURE, f"no TPU could be had: {message}")
 
 
 def zone_rejected(zone: str, code: str, error: str) -> ZoneStatus:
     """Return the status of a zone that rejected the request itself."""
-    return ZoneStatus(zone, State.FAILED, f"{zone}: {error}", Failure(code, error))
+    return ZoneStatus(zone, State.FAILED, f"{zone}: {error}", code)
 
 
 def to_delete(statuses: Sequence[ZoneStatus], location: TpuLocation) -> list[str]:

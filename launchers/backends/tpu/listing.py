@@ -67,7 +67,7 @@ def _add_creations(api: TpuApi, listing: Listing, locations: Iterable[TpuLocatio
         if creation is None:
             continue
         listing.creations[name] = creation
-        if not creation.done or creation.failure is not None:
+        if not creation.done or creation.code:
             continue
         # It may have been done between the two listings.
         if location.collection == QUEUED and (queued := api.queued_resource(zone, location.id)) is not None:

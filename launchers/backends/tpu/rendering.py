@@ -10,14 +10,12 @@ import posixpath
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orc.launchers.agent.config import AgentConfig
-from orc.launchers.attempts.agent_config import agent_file
 from orc.launchers.backends.base import Placement
 from orc.launchers.backends.ssh.rendering import render_plan as render_on_hosts
 from orc.launchers.backends.ssh.settings import read_settings as read_ssh_settings
 from orc.launchers.backends.tpu import accelerators, request
 from orc.launchers.backends.tpu.settings import for_job
-from orc.launchers.backends.tpu.workers import Workers, ssh_cluster, worker_name
+from orc.launchers.backends.tpu.workers import ssh_cluster, worker_name
 from orc.launchers.errors import RenderError
 from orc.launchers.paths import Layout
 from orc.launchers.plan import Plan, PlanFile
@@ -100,17 +98,3 @@ def _processes(job: JobSpec, shape: accelerators.Slice) -> int | None:
         where=job.name,
         hint="Leave `procs_per_node` out: it is one process for each chip.",
     )
-
-
-def on_workers(plan: Plan, workers: Workers) -> Plan:
-    """Return the part of *plan* that is done on the workers, with their names."""
-    internal = {machine.name: machine.internal for machine in workers.machines}
-    made = []
-    for file in plan.files:
-        if file.host == request.API:
-            continue
-        config = json.loads(file.content)
-        for host in config["hosts"]:
-            host["address"] = internal[host["name"]]
-        made.append(replace(file, content=agent_file(AgentConfig(config)).content))
-    return replace(plan, backend="ssh", files=tuple(made))

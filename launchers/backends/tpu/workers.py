@@ -1,4 +1,4 @@
-"""Worker machines of one TPU: addresses from the node, host keys from guest attributes.
+"""Worker machines of TPUs, as hosts of the ssh backend: addresses from the node, host keys from guest attributes.
 
 The machines of a new TPU are new to everyone: their keys are in no file of the user's. The service passes on what each
 machine says about itself (guest attributes ``hostkeys/``); those keys are trusted, and no others.
@@ -9,20 +9,28 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orc.launchers.agent.config import AgentConfig
 from orc.launchers.agent.records import read_json
+from orc.launchers.attempts.agent_config import agent_file
+from orc.launchers.backends.base import Snapshot
+from orc.launchers.backends.ssh.rendering import hosts_of
+from orc.launchers.backends.tpu.request import API
 from orc.launchers.errors import BackendError, BackendUnreachable
+from orc.launchers.paths import state_dir
+from orc.launchers.plan import Plan
 from orc.launchers.remote import files
+from orc.launchers.spec.clusters import Cluster
 
 if TYPE_CHECKING:
+    from orc.launchers.backends.ssh import SshBackend
     from orc.launchers.backends.tpu.client import TpuApi
     from orc.launchers.backends.tpu.lifecycle import Node
     from orc.launchers.backends.tpu.settings import Options, Settings
-    from orc.launchers.spec.clusters import Cluster
 
 _KEY_TYPE, _KEY = r"[a-z0-9][a-z0-9@.-]*", r"[A-Za-z0-9+/]+={0,2}"
 
@@ -128,8 +136,6 @@ def ssh_config(node: Node, machines: Sequence[Worker], options: Options, known: 
 
 def ssh_cluster(cluster: Cluster, settings: Settings, names: Sequence[str], config: str | None = None) -> Cluster:
     """Return the workers as a cluster of kind ssh."""
-    from orc.launchers.spec.clusters import Cluster
-
     options = settings.options
     return Cluster(
         name=cluster.name,
@@ -164,11 +170,9 @@ def find_node(api: TpuApi, settings: Settings) -> Node:
     raise BackendError(f"there is no TPU {wanted} in {zones}", where=settings.options.project)
 
 
-def directory_of(cluster: Cluster, name: str, state_dir: Path | None) -> Path:
-    """Return this machine's directory for one TPU, or for an attempt on one."""
-    from orc.launchers.paths import state_dir as default
-
-    return (state_dir or default()) / "tpu" / cluster.name / name
+def directory_of(cluster: Cluster, name: str, state: Path | None) -> Path:
+    """Return this machine's directory for one TPU, or for an attempt on one; *state* is the state directory."""
+    return (state or state_dir()) / "tpu" / cluster.name / name
 
 
 def _alias(node: Node, machine: Worker) -> str:
@@ -183,3 +187,73 @@ def _plain(keys: Mapping[str, str]) -> dict[str, str]:
 
 def _write(path: Path, text: str) -> None:
     files.write_file(str(path), text.encode(), 0o600)
+
+
+def on_workers(plan: Plan, workers: Workers) -> Plan:
+    """Return the part of *plan* that is done on the workers, with their names."""
+    internal = {machine.name: machine.internal for machine in workers.machines}
+    made = []
+    for file in plan.files:
+        if file.host == API:
+            continue
+        config = json.loads(file.content)
+        for host in config["hosts"]:
+            host["address"] = internal[host["name"]]
+        made.append(replace(file, content=agent_file(AgentConfig(config)).content))
+    return replace(plan, backend="ssh", files=tuple(made))
+
+
+class Pods:
+    """Pods of one cluster that were used so far, with the connections to them."""
+
+    def __init__(self, cluster: Cluster, settings: Settings, state_dir: Path | None, api: Callable[[], TpuApi]) -> None:
+        self._cluster = cluster
+        self._settings = settings
+        self._state_dir = state_dir
+        self._api = api
+        self._inner: dict[tuple[str, int], SshBackend] = {}  # by the id and the number of the node
+
+    def close(self) -> None:
+        """Close all connections; they are made anew when they are needed again."""
+        for inner in list(self._inner.values()):
+            inner.close()
+        self._inner.clear()
+
+    def known(self, name: str) -> SshBackend | None:
+        """Return the hosts of the pod called *name*, if it was used before; contacts nothing."""
+        found = [inner for (known, _), inner in list(self._inner.items()) if known == name]
+        return found[-1] if found else None
+
+    def on(self, node: Node) -> SshBackend:
+        """Return the workers of *node*, which is up, as hosts. Raises `BackendUnreachable` while they cannot be."""
+        if (node.id, node.serial) not in self._inner:
+            self._inner[node.id, node.serial] = self.hosts(self.workers(node))
+        return self._inner[node.id, node.serial]
+
+    def workers(self, node: Node) -> Workers:
+        """Return the workers of *node*; see `open_workers`."""
+        return open_workers(self._api(), self._settings, node, directory_of(self._cluster, node.id, self._state_dir))
+
+    def hosts(self, workers: Workers) -> SshBackend:
+        """Return machines as hosts; connects to none."""
+        from orc.launchers.backends.ssh import SshBackend
+
+        names = [machine.name for machine in workers.machines]
+        inner = ssh_cluster(self._cluster, self._settings, names, workers.ssh_config)
+        return SshBackend(inner, state_dir=self._state_dir)
+
+    def start(self, node: Node, plan: Plan, secrets: Mapping[str, str]) -> None:
+        """Stage the snapshot on the workers of *node*, and start the agents; running ones are left as they are."""
+        from orc.launchers.snapshot.content_store import ContentStore
+
+        workers = self.workers(node)
+        wanted = hosts_of(plan)
+        if len(workers.machines) != len(wanted):
+            has = f"{len(workers.machines)} workers"
+            raise BackendError(f"the TPU has {has}, and the job was made for {len(wanted)}", where=node.name)
+        store, trees = ContentStore((self._state_dir or state_dir()) / "store"), plan.trees
+        environment = store.load(trees["environment"]) if "environment" in trees else None
+        snapshot = Snapshot(store.load(trees["code"]), store.load(trees["runtime"]), environment)
+        inner, made = self.on(node), on_workers(plan, workers)
+        inner.stage(snapshot, made)
+        inner.submit(made, secrets)

@@ -16,7 +16,7 @@ from orc.launchers.agent.cleanup import kill_attempt
 from orc.launchers.agent.records import RECORD_BYTES, parse_object, parse_record, read_json
 from orc.launchers.attempts.reader import read_attempts
 from orc.launchers.backends.slurm.arrays import ArrayElement, elements_of, record_of
-from orc.launchers.backends.slurm.lookup import job_of_owner
+from orc.launchers.backends.slurm.submission import job_of_owner
 from orc.launchers.backends.ssh import host_program
 from orc.launchers.remote.transport import LocalTransport
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from orc.launchers.containers import mirror, program
-from orc.launchers.containers.urls import UrlObjects, UrlTransport
+from orc.launchers.containers.objects import UrlObjects, UrlTransport
 from orc.launchers.errors import BackendError, BackendUnreachable
 
 
@@ -117,7 +117,7 @@ def test_an_error_that_only_a_driver_knows_is_tried_again_here_and_out_of_reach_
     def refuse(*_: object) -> Any:
         raise HttpError
 
-    monkeypatch.setattr("orc.launchers.containers.urls.open_url", refuse)
+    monkeypatch.setattr("orc.launchers.containers.objects.open_url", refuse)
     with pytest.raises(BackendUnreachable, match="HttpError"):
         UrlObjects().get("gs://bucket/a")
 

@@ -15,7 +15,7 @@ from kubernetes_testbed import IMAGE, MOUNT, NAMESPACE, KubernetesTestbed
 
 from orc.launchers.backends.base import Backend, Cause, Phase
 from orc.launchers.backends.kubernetes import KubernetesBackend
-from orc.launchers.containers.helper import wait_for
+from orc.launchers.containers.transport import wait_for
 from orc.launchers.testing.jobs import Job, MakeJob
 
 SAVING = """

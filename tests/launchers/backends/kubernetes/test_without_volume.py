@@ -15,7 +15,7 @@ from orc.launchers.backends.base import Cause, Handle, LogSelector, Phase
 from orc.launchers.backends.kubernetes import KubernetesBackend
 from orc.launchers.backends.kubernetes.manifests import HOME
 from orc.launchers.containers import held
-from orc.launchers.containers.urls import UrlObjects
+from orc.launchers.containers.objects import UrlObjects
 from orc.launchers.errors import BackendError
 from orc.launchers.testing.jobs import MakeJob
 

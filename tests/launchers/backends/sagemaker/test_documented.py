@@ -12,17 +12,17 @@ from pydantic.fields import FieldInfo
 from orc.launchers.backends.sagemaker.estimators import load_estimator
 from orc.launchers.backends.sagemaker.settings import (
     ALIASES,
+    CLUSTER_KEYS,
     ELSEWHERE,
+    JOB_KEYS,
     REFUSED,
-    cluster_fields,
-    job_fields,
     read_settings,
 )
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 
 DOCS = Path(__file__).parents[4] / "docs"
-FIELDS = {**cluster_fields(), **job_fields()}
+FIELDS = {**CLUSTER_KEYS, **JOB_KEYS}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def _default(field: FieldInfo) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@pytest.mark.parametrize(("heading", "known"), [("For clusters", cluster_fields()), ("For jobs", job_fields())])
+@pytest.mark.parametrize(("heading", "known"), [("For clusters", CLUSTER_KEYS), ("For jobs", JOB_KEYS)])
 def test_every_key_is_in_the_reference_with_what_becomes_of_it(heading, known, sections) -> None:
     rows = {row[0].strip("`"): row[1:] for row in sections[heading] if len(row) == 4}
     assert list(rows) == list(known)

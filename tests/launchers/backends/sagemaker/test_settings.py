@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orc.launchers.backends import open_backend
-from orc.launchers.backends.sagemaker.settings import ELSEWHERE, REFUSED, cluster_fields, known_names, read_settings
+from orc.launchers.backends.sagemaker.settings import CLUSTER_KEYS, ELSEWHERE, REFUSED, known_names, read_settings
 from orc.launchers.errors import LaunchError, SpecError
 from orc.launchers.spec import load_job
 from orc.launchers.spec.clusters import get_cluster
@@ -100,7 +100,7 @@ def test_arguments_that_are_switched_off_are_no_wish(settings) -> None:
     assert settings({"debugger_hook_config": False, "rules": [], "max_wait": None}).max_wait is None
 
 
-@pytest.mark.parametrize("name", cluster_fields())
+@pytest.mark.parametrize("name", CLUSTER_KEYS)
 def test_what_describes_the_cluster_is_not_for_jobs(settings, name) -> None:
     with pytest.raises(SpecError, match=f"{name!r} describes the cluster"):
         settings({name: "x"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ import pytest
 import yaml
 
 from orc.launchers.backends.base import PartitionReport, QueuedJob
-from orc.launchers.backends.slurm.client import parse_expected
 from orc.launchers.backends.slurm.discovery import ClusterFacts, entry, entry_name
 from orc.launchers.backends.slurm.options import read_options, read_settings
-from orc.launchers.backends.slurm.queue_rows import parse_sinfo
+from orc.launchers.backends.slurm.queue_rows import parse_sinfo, parse_squeue
+from orc.launchers.backends.slurm.verdict import queued_job
 from orc.launchers.errors import LaunchError
 from orc.launchers.spec.clusters import load_clusters
 
@@ -42,29 +41,17 @@ def test_resources_that_some_nodes_have_are_not_counted_for_all() -> None:
 
 def test_expected_starts_are_read_and_reasons_explained() -> None:
     text = """\
-12|orc-a-000000-a1|PENDING|cpu|2|1700000000|Resources
-13|orc-b-000000-a1|PENDING|cpu|64|N/A|PartitionNodeLimit
-14|orc-c-000000-a1|RUNNING|gpu|1|1600000000|None
+12|a|PENDING|1|1700000000|N/A|30:00||cpu|2|Resources
+13|b|PENDING|1|N/A|N/A|30:00||cpu|64|PartitionNodeLimit
+14|c|RUNNING|1|1600000000|1600001800|30:00|node1|gpu|1|None
 slurm_load_jobs error: something
 """
-    assert parse_expected(text) == [
+    hopeless = "PartitionNodeLimit: the partition allows fewer nodes or less per node; it may wait for ever"
+    assert [queued_job(f"orc-{row.name}-000000-a1", row) for row in parse_squeue(text)] == [
         QueuedJob("orc-a-000000-a1", "12", "PENDING", "cpu", 2, "Resources", 1.7e9),
-        QueuedJob(
-            "orc-b-000000-a1",
-            "13",
-            "PENDING",
-            "cpu",
-            64,
-            "PartitionNodeLimit: the partition allows fewer nodes or less per node; it may wait for ever",
-        ),
+        QueuedJob("orc-b-000000-a1", "13", "PENDING", "cpu", 64, hopeless),
         QueuedJob("orc-c-000000-a1", "14", "RUNNING", "gpu", 1, "", 1.6e9),
     ]
-
-
-def test_an_element_of_an_array_is_of_no_job_until_its_marker_is_known() -> None:
-    (row,) = parse_expected("7_3|orc-array-71bfa4d3577d86ec|PENDING|cpu|1|N/A|JobArrayTaskLimit")
-    assert (row.native_id, row.job) == ("7_3", "")
-    assert replace(row, marker="orc-a-000000-a1").job == "a-000000"
 
 
 def facts(**more: Any) -> ClusterFacts:

@@ -8,7 +8,7 @@ from orc.launchers.backends.slurm.queue_rows import expand_nodes, parse_sacct, p
 
 
 def test_a_running_job_in_squeue() -> None:
-    (row,) = parse_squeue("12|orc-d-a1|RUNNING|1700000000|1700000010|1700003610|1:00:00|node[1-2]|None\n")
+    (row,) = parse_squeue("12|orc-d-a1|RUNNING|1700000000|1700000010|1700003610|1:00:00|node[1-2]|cpu|2|None\n")
     assert (row.job_id, row.name, row.state) == ("12", "orc-d-a1", "RUNNING")
     assert (row.submitted_at, row.started_at, row.limit_s) == (1700000000.0, 1700000010.0, 3600.0)
     assert row.nodes == ("node1", "node2")
@@ -18,14 +18,14 @@ def test_a_running_job_in_squeue() -> None:
 
 
 def test_the_expected_start_of_a_waiting_job_is_not_its_start() -> None:
-    (row,) = parse_squeue("12|orc-d-a1|PENDING|1700000000|1700009999|N/A|30:00||Resources")
+    (row,) = parse_squeue("12|orc-d-a1|PENDING|1700000000|1700009999|N/A|30:00||cpu|2|Resources")
     assert row.waiting
     assert row.started_at is None
     assert row.reason == "Resources"
 
 
 def test_a_reason_may_hold_the_separator() -> None:
-    (row,) = parse_squeue("1|n|PENDING|1|N/A|N/A|30:00||odd|reason")
+    (row,) = parse_squeue("1|n|PENDING|1|N/A|N/A|30:00||cpu|1|odd|reason")
     assert row.reason == "odd|reason"
 
 
@@ -38,7 +38,7 @@ def test_noise_between_the_rows_is_left_out() -> None:
     [("30:00", 1800.0), ("1:30:00", 5400.0), ("2-01:00:00", 176400.0), ("UNLIMITED", None), ("Partition_Limit", None)],
 )
 def test_time_limits(text: str, seconds: float | None) -> None:
-    (row,) = parse_squeue(f"1|n|RUNNING|1|1|1|{text}||None")
+    (row,) = parse_squeue(f"1|n|RUNNING|1|1|1|{text}||cpu|1|None")
     assert row.limit_s == seconds
 
 

@@ -149,12 +149,12 @@ def test_every_state_is_waiting_or_ended_or_has_nodes(state: str) -> None:
 
 @pytest.mark.parametrize("state", ["SOMETHING_NEW", "COMPLETED+", ""])
 def test_a_state_that_nobody_knows_ends_nothing(state: str) -> None:
-    (row,) = parse_squeue(f"1|orc-a-000000-a1|{state}|1|1|1|30:00|node1|None")
+    (row,) = parse_squeue(f"1|orc-a-000000-a1|{state}|1|1|1|30:00|node1|cpu|1|None")
     assert verdict(row)[0] is Phase.RUNNING
 
 
 def test_the_components_of_a_heterogeneous_job_end_together() -> None:
-    line = "{0}|n|{1}|1|1|1|30:00|node{2}|None"
+    line = "{0}|n|{1}|1|1|1|30:00|node{2}|cpu|1|None"
 
     def state(*states: str) -> str:
         (row,) = parse_squeue("\n".join(line.format(f"7+{n}", one, n) for n, one in enumerate(states)))

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from orc.launchers.backends.base import Cause, Phase
+from orc.launchers.backends.base import Cause, Observation, Phase
 from orc.launchers.backends.tpu.lifecycle import (
     Create,
     Creation,
-    Ended,
-    Failure,
     Node,
-    Provisioning,
     QueuedResource,
-    Ready,
-    Restarting,
     State,
     Step,
+    Waiting,
     ZoneStatus,
     next_step,
     no_zone_left,
@@ -87,13 +83,13 @@ def test_what_a_zone_has(request_state: str | None, node_state: str | None, expe
 
 def test_a_tpu_that_somebody_has_deleted_was_not_preempted() -> None:
     found = step(zone_status(A, queued("SUSPENDED", by_user=True), None))
-    assert found == Ended(
+    assert found == Observation(
         Phase.LOST, Cause.NODE_FAILURE, "the TPU was stopped outside of orc (SUSPENDED in us-central2-b)"
     )
 
 
 def test_waiting_says_in_which_state() -> None:
-    assert step(zone_status(A, queued("WAITING_FOR_RESOURCES"), None), absent(B)) == Provisioning(
+    assert step(zone_status(A, queued("WAITING_FOR_RESOURCES"), None), absent(B)) == Waiting(
         "the TPU is WAITING_FOR_RESOURCES in us-central2-b"
     )
 
@@ -101,18 +97,18 @@ def test_waiting_says_in_which_state() -> None:
 def test_a_tpu_that_is_up_is_used_whatever_other_zones_say() -> None:
     ready = node("READY", B)
     failed = zone_status(A, queued("FAILED", code="RESOURCE_EXHAUSTED"), None)
-    assert step(failed, zone_status(B, queued("ACTIVE", B), ready), absent(C)) == Ready(ready)
+    assert step(failed, zone_status(B, queued("ACTIVE", B), ready), absent(C)) == ready
 
 
 def test_a_preempted_tpu_ends_the_attempt_so_that_another_follows() -> None:
     found = step(zone_status(A, queued("SUSPENDING"), node("PREEMPTED")))
-    assert isinstance(found, Ended)
+    assert isinstance(found, Observation)
     assert (found.phase, found.cause) == (Phase.FAILED, Cause.PREEMPTED)
 
 
 def test_a_tpu_that_is_being_repaired_says_nothing() -> None:
-    assert step(zone_status(A, queued("ACTIVE"), node("REPAIRING"))) == Restarting(
-        "the TPU is REPAIRING in us-central2-b"
+    assert step(zone_status(A, queued("ACTIVE"), node("REPAIRING"))) == Waiting(
+        "the TPU is REPAIRING in us-central2-b", restarting=True
     )
 
 
@@ -127,7 +123,7 @@ def test_the_next_zone_follows_the_last_one_that_failed() -> None:
 
 def test_when_all_zones_are_out_another_attempt_may_have_more_luck() -> None:
     found = step(zone_status(A, queued("FAILED", code="RESOURCE_EXHAUSTED", error="no capacity"), None))
-    assert isinstance(found, Ended)
+    assert isinstance(found, Observation)
     assert (found.phase, found.cause) == (Phase.LOST, Cause.NODE_FAILURE)
     assert found.reason == "no TPU could be had: us-central2-b: no capacity"
 
@@ -148,9 +144,9 @@ def test_what_no_zone_will_ever_take_is_not_tried_again(codes: list[str], cause:
 
 def test_a_creation_that_hangs_is_given_up() -> None:
     hanging = zone_status(A, queued("PROVISIONING"), node("CREATING", created_at=100.0))
-    assert step(hanging, now=700.0) == Provisioning("the TPU is PROVISIONING in us-central2-b")
+    assert step(hanging, now=700.0) == Waiting("the TPU is PROVISIONING in us-central2-b")
     found = step(hanging, now=701.0)
-    assert isinstance(found, Ended)
+    assert isinstance(found, Observation)
     assert (found.cause, found.reason) == (
         Cause.NODE_FAILURE,
         "the TPU is still PROVISIONING in us-central2-b after 601 s",
@@ -158,29 +154,26 @@ def test_a_creation_that_hangs_is_given_up() -> None:
 
 
 def test_waiting_for_capacity_has_no_end_of_its_own() -> None:
-    assert isinstance(
-        step(zone_status(A, queued("WAITING_FOR_RESOURCES", created_at=0.0), None), now=1e9), Provisioning
-    )
+    assert isinstance(step(zone_status(A, queued("WAITING_FOR_RESOURCES", created_at=0.0), None), now=1e9), Waiting)
 
 
 @pytest.mark.parametrize("status", [absent(A), zone_status(A, queued("DELETING"), None)])
 def test_a_tpu_that_is_gone_ends_the_attempt(status: ZoneStatus) -> None:
     found = step(status)
-    assert isinstance(found, Ended)
+    assert isinstance(found, Observation)
     assert (found.phase, found.cause) == (Phase.LOST, Cause.NODE_FAILURE)
 
 
 def test_a_node_that_could_not_be_made_is_known_by_its_operation() -> None:
-    failure = Failure("RESOURCE_EXHAUSTED", "no more capacity")
-    found = zone_status(A, None, None, Creation(True, 5.0, failure))
+    found = zone_status(A, None, None, Creation(True, 5.0, "RESOURCE_EXHAUSTED", "no more capacity"))
     assert (found.state, found.message) == (State.FAILED, "us-central2-b: no more capacity")
     assert step(found, absent(B)) == Create(B, "us-central2-b: no more capacity")
 
 
 def test_a_creation_under_way_is_waited_for_and_not_for_ever() -> None:
     found = zone_status(A, None, None, Creation(False, 100.0))
-    assert step(found, absent(B), now=700.0) == Provisioning("the TPU is CREATING in us-central2-b")
-    assert isinstance(step(found, absent(B), now=701.0), Ended)
+    assert step(found, absent(B), now=700.0) == Waiting("the TPU is CREATING in us-central2-b")
+    assert isinstance(step(found, absent(B), now=701.0), Observation)
     assert to_delete([found, absent(B)], TpuLocation("p", (A, B), NODES, ID)) == [node("").name]
 
 

@@ -16,12 +16,18 @@ from orc.launchers.attempts.agent_config import agent_file
 from orc.launchers.backends import base
 from orc.launchers.backends.base import Cause, Handle, LogChunk, LogSelector, Observation, Phase, Placement, Snapshot
 from orc.launchers.backends.verdict import observe
-from orc.launchers.containers.archive import stage
-from orc.launchers.containers.attempt import read_records, remove_private, upload_inputs
-from orc.launchers.containers.layout import AGENT, SOURCE, ContainerLayout, attempt_uri, job_uri, source_digest
+from orc.launchers.containers.inputs import read_records, remove_private, stage, upload_inputs
+from orc.launchers.containers.layout import (
+    AGENT,
+    SOURCE,
+    ContainerLayout,
+    attempt_uri,
+    container_config,
+    job_uri,
+    source_digest,
+)
 from orc.launchers.containers.objects import ObjectStore
 from orc.launchers.containers.output import text_of
-from orc.launchers.containers.rendering import container_config
 from orc.launchers.errors import SpecError
 from orc.launchers.ids import AttemptId
 from orc.launchers.plan import Plan, PlanCommand, PlanFile

@@ -11,7 +11,7 @@ import pytest
 
 from orc.launchers.backends.sagemaker import entry
 from orc.launchers.containers import output, program
-from orc.launchers.containers.archive import entry_program
+from orc.launchers.containers.inputs import entry_program
 
 # Read from the tree that the program has unpacked.
 OF_THE_AGENT = "orc.launchers.agent.link.channel"
