@@ -74,155 +74,67 @@ class Key(NamedTuple):
     parse: Callable[[Any], Any]
     default: Any
     doc: str
-    accelerate: str | None = None  # the documented variable of Accelerate, when there is one
-    older: str | None = None  # an older spelling of that, which documents still show
+    accelerate: bool = False  # Accelerate documents the variable ACCELERATE_<KEY> for it
+    older: tuple[str, ...] = ()  # older spellings of that, which documents still show
 
     @property
     def variable(self) -> str:
         """The environment variable that carries it."""
         return f"ORC_{self.name.upper()}"
 
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """All variables that can carry it; the first that is set counts."""
+        return self.variable, *([f"ACCELERATE_{self.name.upper()}"] if self.accelerate else []), *self.older
 
-KEYS: dict[str, Key] = {
-    key.name: key
-    for key in (
-        Key(
-            "mixed_precision",
-            choice(*PRECISIONS),
-            "no",
-            "Precision of forward and backward.",
-            "ACCELERATE_MIXED_PRECISION",
-            "MIXED_PRECISION",
-        ),
-        Key(
-            "downcast_bf16",
-            _boolean,
-            False,
-            "On a TPU with bf16: keep float as bfloat16 and double as float32, instead of both as bfloat16.",
-        ),
-        Key(
-            "gradient_accumulation_steps",
-            whole(1),
-            1,
-            "Batches per optimizer step.",
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        ),
-        Key(
-            "strategy",
-            choice("auto", "ddp", "none"),
-            "auto",
-            "How the model is replicated: auto means ddp when there is more than one process.",
-        ),
-        Key(
-            "use_cpu",
-            _boolean,
-            False,
-            "Train on the CPU even where an accelerator is present.",
-            "ACCELERATE_USE_CPU",
-        ),
-        Key(
-            "debug_mode",
-            _boolean,
-            False,
-            "Check shapes and structure before every collective.",
-            "ACCELERATE_DEBUG_MODE",
-        ),
-        Key("seed", whole(0), None, "Seed of Python, NumPy and torch, set when the Accelerator is made."),
-        Key(
-            "timeout_s",
-            _number(1),
-            None,
-            "Time-out of collectives in seconds; unset: torch's, 600 of NCCL and 1800 of gloo.",
-        ),
-        Key(
-            "log_level",
-            choice(*LOG_LEVELS),
-            None,
-            "Level of loggers from get_logger: DEBUG, INFO, WARNING, ERROR or CRITICAL.",
-            "ACCELERATE_LOG_LEVEL",
-        ),
-        Key(
-            "dynamo_backend",
-            _word,
-            "no",
-            "Back end of torch.compile for prepared models; `no` leaves them as they are.",
-            "ACCELERATE_DYNAMO_BACKEND",
-        ),
-        Key("dynamo_mode", _word, None, "Mode of torch.compile.", "ACCELERATE_DYNAMO_MODE"),
-        Key(
-            "dynamo_use_fullgraph",
-            _boolean,
-            None,
-            "torch.compile raises instead of breaking the graph.",
-            "ACCELERATE_DYNAMO_USE_FULLGRAPH",
-        ),
-        Key(
-            "dynamo_use_dynamic",
-            _boolean,
-            None,
-            "torch.compile expects varying shapes.",
-            "ACCELERATE_DYNAMO_USE_DYNAMIC",
-        ),
-        Key(
-            "stall_timeout_s",
-            _number(0),
-            None,
-            "End the run after so many seconds without a step or batch on a rank; 0 is never. Unset: inside a job a "
-            "stall is reported after 1800 s, or nine tenths of the collectives' time-out.",
-        ),
-        Key(
-            "stall_factor",
-            _number(1),
-            None,
-            "Report ranks that are behind the others for this many times the median step.",
-        ),
-        Key(
-            "stall_action",
-            choice("exit", "warn"),
-            None,
-            "What follows the report of a stall: exit (status 79) or nothing; exit when stall_timeout_s is set.",
-        ),
-        Key(
-            "spike_action",
-            choice("off", "warn", "raise", "skip"),
-            "off",
-            "What to do about a loss or gradient norm that is NaN, infinite or far above the usual.",
-        ),
-        Key("spike_factor", _number(1), 10.0, "How many times the usual value counts as a spike."),
-        Key("spike_every", whole(1), 10, "Optimizer steps between two looks at loss and gradient norm."),
-        Key(
-            "stand_in",
-            _packages,
-            None,
-            "Packages that the runtime stands in for: with accelerate, programs that import it run on orc.runtime.",
-        ),
-        Key("metrics", _boolean, None, "Write metrics.jsonl; when unset, inside a job only."),
-        Key("metrics_interval_s", _number(0.05), 10.0, "Seconds between two lines of metrics.jsonl."),
-        Key("peak_tflops", _number(0.001), None, "Peak TFLOP/s of one device, for MFU; known for common GPUs."),
-        Key(
-            "notices",
-            choice("auto", "off"),
-            "auto",
-            "Ask the platform (EC2, Google Cloud, Slurm) for preemption notices where it is detected.",
-        ),
-        Key("notice_file", _text, None, "A file whose appearance is a preemption notice."),
-        Key("checkpoint_dir", _text, None, "Where save_state writes when it is given no directory."),
-        Key("checkpoint_every", whole(1), None, "Save automatically every so many optimizer steps."),
-        Key("checkpoint_keep", whole(1), None, "How many committed checkpoints to keep; all when unset."),
-        Key(
-            "checkpoint_shared",
-            choice("auto", "1", "0"),
-            "auto",
-            "Whether the machines of a run share checkpoint directories: 1 all, 0 none, auto looks.",
-        ),
-        Key(
-            "resume",
-            choice("auto", "never"),
-            "auto",
-            "Whether Accelerator.resume() loads the newest checkpoint.",
-        ),
-    )
-}
+
+# fmt: off
+KEYS: dict[str, Key] = {key.name: key for key in (
+    Key("mixed_precision", choice(*PRECISIONS), "no", "Precision of forward and backward.", True, ("MIXED_PRECISION",)),
+    Key("downcast_bf16", _boolean, False,
+        "On a TPU with bf16: keep float as bfloat16 and double as float32, instead of both as bfloat16."),
+    Key("gradient_accumulation_steps", whole(1), 1, "Batches per optimizer step.", True),
+    Key("strategy", choice("auto", "ddp", "none"), "auto",
+        "How the model is replicated: auto means ddp when there is more than one process."),
+    Key("use_cpu", _boolean, False, "Train on the CPU even where an accelerator is present.", True),
+    Key("debug_mode", _boolean, False, "Check shapes and structure before every collective.", True),
+    Key("seed", whole(0), None, "Seed of Python, NumPy and torch, set when the Accelerator is made."),
+    Key("timeout_s", _number(1), None,
+        "Time-out of collectives in seconds; unset: torch's, 600 of NCCL and 1800 of gloo."),
+    Key("log_level", choice(*LOG_LEVELS), None,
+        "Level of loggers from get_logger: DEBUG, INFO, WARNING, ERROR or CRITICAL.", True),
+    Key("dynamo_backend", _word, "no", "Back end of torch.compile for prepared models; `no` leaves them as they are.",
+        True),
+    Key("dynamo_mode", _word, None, "Mode of torch.compile.", True),
+    Key("dynamo_use_fullgraph", _boolean, None, "torch.compile raises instead of breaking the graph.", True),
+    Key("dynamo_use_dynamic", _boolean, None, "torch.compile expects varying shapes.", True),
+    Key("stall_timeout_s", _number(0), None,
+        "End the run after so many seconds without a step or batch on a rank; 0 is never. Unset: inside a job a stall "
+        "is reported after 1800 s, or nine tenths of the collectives' time-out."),
+    Key("stall_factor", _number(1), None,
+        "Report ranks that are behind the others for this many times the median step."),
+    Key("stall_action", choice("exit", "warn"), None,
+        "What follows the report of a stall: exit (status 79) or nothing; exit when stall_timeout_s is set."),
+    Key("spike_action", choice("off", "warn", "raise", "skip"), "off",
+        "What to do about a loss or gradient norm that is NaN, infinite or far above the usual."),
+    Key("spike_factor", _number(1), 10.0, "How many times the usual value counts as a spike."),
+    Key("spike_every", whole(1), 10, "Optimizer steps between two looks at loss and gradient norm."),
+    Key("stand_in", _packages, None,
+        "Packages that the runtime stands in for: with accelerate, programs that import it run on orc.runtime."),
+    Key("metrics", _boolean, None, "Write metrics.jsonl; when unset, inside a job only."),
+    Key("metrics_interval_s", _number(0.05), 10.0, "Seconds between two lines of metrics.jsonl."),
+    Key("peak_tflops", _number(0.001), None, "Peak TFLOP/s of one device, for MFU; known for common GPUs."),
+    Key("notices", choice("auto", "off"), "auto",
+        "Ask the platform (EC2, Google Cloud, Slurm) for preemption notices where it is detected."),
+    Key("notice_file", _text, None, "A file whose appearance is a preemption notice."),
+    Key("checkpoint_dir", _text, None, "Where save_state writes when it is given no directory."),
+    Key("checkpoint_every", whole(1), None, "Save automatically every so many optimizer steps."),
+    Key("checkpoint_keep", whole(1), None, "How many committed checkpoints to keep; all when unset."),
+    Key("checkpoint_shared", choice("auto", "1", "0"), "auto",
+        "Whether the machines of a run share checkpoint directories: 1 all, 0 none, auto looks."),
+    Key("resume", choice("auto", "never"), "auto", "Whether Accelerator.resume() loads the newest checkpoint."),
+)}
+# fmt: on
 
 
 class Section(NamedTuple):
@@ -249,37 +161,20 @@ class Section(NamedTuple):
         return importlib.import_module(f"orc.runtime.core.{self.module}")
 
 
-SECTIONS: dict[str, Section] = {
-    section.name: section
-    for section in (
-        Section(
-            "fsdp",
-            "fsdp_settings",
-            "Shard parameters, gradients and optimizer state: a mapping with the documented fsdp_ keys.",
-        ),
-        Section(
-            "parallelism",
-            "parallelism_settings",
-            "Spread the run over several dimensions: a mapping with dp_replicate_size, dp_shard_size, tp_size, ...",
-        ),
-        Section(
-            "deepspeed",
-            "deepspeed_keys",
-            "Train with DeepSpeed: a mapping with the documented keys of deepspeed_config.",
-        ),
-        Section(
-            "megatron",
-            "megatron_keys",
-            "Train with Megatron-LM: a mapping with the documented keys of megatron_lm_config.",
-        ),
-        Section(
-            "fp8",
-            "fp8_settings",
-            "Options of mixed_precision: fp8: a mapping with the documented keys of fp8_config.",
-            precision="fp8",
-        ),
-    )
-}
+# fmt: off
+SECTIONS: dict[str, Section] = {section.name: section for section in (
+    Section("fsdp", "fsdp_settings",
+            "Shard parameters, gradients and optimizer state: a mapping with the documented fsdp_ keys."),
+    Section("parallelism", "parallelism_settings",
+            "Spread the run over several dimensions: a mapping with dp_replicate_size, dp_shard_size, tp_size, ..."),
+    Section("deepspeed", "deepspeed_keys",
+            "Train with DeepSpeed: a mapping with the documented keys of deepspeed_config."),
+    Section("megatron", "megatron_keys",
+            "Train with Megatron-LM: a mapping with the documented keys of megatron_lm_config."),
+    Section("fp8", "fp8_settings",
+            "Options of mixed_precision: fp8: a mapping with the documented keys of fp8_config.", precision="fp8"),
+)}
+# fmt: on
 
 # Keys of the job file's `runtime:` section, each with its description. The checkpoint keys have a section of their own.
 JOB_DOCS = {name: key.doc for name, key in KEYS.items() if not name.startswith("checkpoint_") and name != "resume"} | {
@@ -358,7 +253,7 @@ def resolve(arguments: Mapping[str, Any], env: Mapping[str, str]) -> RuntimeConf
         if arguments.get(name) is not None:
             values[name] = Value(check(name, arguments[name]), "argument")
             continue
-        for variable in filter(None, (key.variable, key.accelerate, key.older)):
+        for variable in key.variables:
             if variable in env:
                 try:
                     values[name] = Value(key.parse(env[variable]), variable)

@@ -45,98 +45,48 @@ def text(value: Any) -> str:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class DeepSpeedKey:
-    """DeepSpeed setting: its documented name, the variable that carries it to the ranks, its parser and description.
+    """DeepSpeed setting: its documented name, its parser, its description, the variable that carries it to the ranks.
 
     Settings of DeepSpeed's launcher have no variable: they are no business of a rank.
     """
 
     name: str
-    variable: str | None
     parse: Callable[[Any], Any]
     doc: str
+    variable: str | None
     path: str | None = None  # of the same value in a DeepSpeed configuration file
 
 
-KEYS: dict[str, DeepSpeedKey] = {
-    key.name: key
-    for key in (
-        DeepSpeedKey(
-            "deepspeed_config_file", "ACCELERATE_DEEPSPEED_CONFIG_FILE", text, "DeepSpeed configuration file (JSON)."
-        ),
-        DeepSpeedKey(
-            "zero_stage",
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-            whole(0, 3),
-            "ZeRO stage: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too.",
-            "zero_optimization.stage",
-        ),
-        DeepSpeedKey(
-            "gradient_accumulation_steps",
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-            or_auto(whole(1)),
-            "Batches per optimizer step.",
-            "gradient_accumulation_steps",
-        ),
-        DeepSpeedKey(
-            "gradient_clipping",
-            "ACCELERATE_GRADIENT_CLIPPING",
-            clipping,
-            "Largest norm of the gradients.",
-            "gradient_clipping",
-        ),
-        DeepSpeedKey(
-            "offload_optimizer_device",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-            device,
-            "Place of the optimizer state: none, cpu or nvme.",
-            "zero_optimization.offload_optimizer.device",
-        ),
-        DeepSpeedKey(
-            "offload_optimizer_nvme_path",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-            text,
-            "Folder of the optimizer state on NVMe.",
-            "zero_optimization.offload_optimizer.nvme_path",
-        ),
-        DeepSpeedKey(
-            "offload_param_device",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-            device,
-            "Place of the parameters: none, cpu or nvme; stage 3 only.",
-            "zero_optimization.offload_param.device",
-        ),
-        DeepSpeedKey(
-            "offload_param_nvme_path",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-            text,
-            "Folder of the parameters on NVMe.",
-            "zero_optimization.offload_param.nvme_path",
-        ),
-        DeepSpeedKey(
-            "zero3_init_flag",
-            "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-            truth,
-            "Construct models sharded (deepspeed.zero.Init); stage 3 only.",
-        ),
-        DeepSpeedKey(
-            "zero3_save_16bit_model",
-            "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-            truth,
-            "Gather the weights for saving; stage 3 only.",
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        ),
-        DeepSpeedKey(
-            "deepspeed_moe_layer_cls_names",
-            "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-            text,
-            "Classes of mixture-of-experts layers, comma-separated.",
-        ),
-        DeepSpeedKey("deepspeed_hostfile", None, text, "DeepSpeed's file of hosts."),
-        DeepSpeedKey("deepspeed_exclusion_filter", None, text, "Hosts to leave out."),
-        DeepSpeedKey("deepspeed_inclusion_filter", None, text, "Hosts to use."),
-        DeepSpeedKey("deepspeed_multinode_launcher", None, text, "DeepSpeed's launcher for many nodes."),
-    )
-}
+_NAME = "ACCELERATE_DEEPSPEED_"
+# fmt: off
+KEYS: dict[str, DeepSpeedKey] = {key.name: key for key in (
+    DeepSpeedKey("deepspeed_config_file", text, "DeepSpeed configuration file (JSON).", f"{_NAME}CONFIG_FILE"),
+    DeepSpeedKey("zero_stage", whole(0, 3), "ZeRO stage: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too.",
+                 f"{_NAME}ZERO_STAGE", "zero_optimization.stage"),
+    DeepSpeedKey("gradient_accumulation_steps", or_auto(whole(1)), "Batches per optimizer step.",
+                 "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps"),
+    DeepSpeedKey("gradient_clipping", clipping, "Largest norm of the gradients.", "ACCELERATE_GRADIENT_CLIPPING",
+                 "gradient_clipping"),
+    DeepSpeedKey("offload_optimizer_device", device, "Place of the optimizer state: none, cpu or nvme.",
+                 f"{_NAME}OFFLOAD_OPTIMIZER_DEVICE", "zero_optimization.offload_optimizer.device"),
+    DeepSpeedKey("offload_optimizer_nvme_path", text, "Folder of the optimizer state on NVMe.",
+                 f"{_NAME}OFFLOAD_OPTIMIZER_NVME_PATH", "zero_optimization.offload_optimizer.nvme_path"),
+    DeepSpeedKey("offload_param_device", device, "Place of the parameters: none, cpu or nvme; stage 3 only.",
+                 f"{_NAME}OFFLOAD_PARAM_DEVICE", "zero_optimization.offload_param.device"),
+    DeepSpeedKey("offload_param_nvme_path", text, "Folder of the parameters on NVMe.",
+                 f"{_NAME}OFFLOAD_PARAM_NVME_PATH", "zero_optimization.offload_param.nvme_path"),
+    DeepSpeedKey("zero3_init_flag", truth, "Construct models sharded (deepspeed.zero.Init); stage 3 only.",
+                 f"{_NAME}ZERO3_INIT"),
+    DeepSpeedKey("zero3_save_16bit_model", truth, "Gather the weights for saving; stage 3 only.",
+                 f"{_NAME}ZERO3_SAVE_16BIT_MODEL", "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
+    DeepSpeedKey("deepspeed_moe_layer_cls_names", text, "Classes of mixture-of-experts layers, comma-separated.",
+                 f"{_NAME}MOE_LAYER_CLS_NAMES"),
+    DeepSpeedKey("deepspeed_hostfile", text, "DeepSpeed's file of hosts.", None),
+    DeepSpeedKey("deepspeed_exclusion_filter", text, "Hosts to leave out.", None),
+    DeepSpeedKey("deepspeed_inclusion_filter", text, "Hosts to use.", None),
+    DeepSpeedKey("deepspeed_multinode_launcher", text, "DeepSpeed's launcher for many nodes.", None),
+)}
+# fmt: on
 
 
 def check_value(name: str, value: Any) -> Any:

@@ -59,12 +59,10 @@ class Setting:
     """Setting: its key, its parser, its default, its description, and the back end that it belongs to.
 
     Attributes:
-        flag: the documented flag of the launcher, without dashes; its variable is that in capitals.
         also: other documented spellings of the key.
     """
 
     key: str
-    flag: str
     parse: Callable[[Any], Any]
     default: Any
     doc: str
@@ -72,94 +70,36 @@ class Setting:
     also: tuple[str, ...] = ()
 
     @property
+    def flag(self) -> str:
+        """The documented flag of the launcher, without dashes."""
+        return f"fp8_{self.key.removeprefix('fp8_')}"
+
+    @property
     def variable(self) -> str:
         """The documented variable."""
         return f"ACCELERATE_{self.flag.upper()}"
 
 
-SETTINGS: dict[str, Setting] = {
-    one.key: one
-    for one in (
-        Setting("backend", "fp8_backend", backend, None, "Library that computes in fp8: te, msamp or ao.", None),
-        Setting(
-            "use_autocast_during_eval",
-            "fp8_use_autocast_during_eval",
-            truth,
-            False,
-            "Compute in fp8 in evaluation too (te).",
-            "TE",
-        ),
-        Setting("margin", "fp8_margin", whole(0), 0, "Margin of the scaling factor (te).", "TE"),
-        Setting("interval", "fp8_interval", whole(1), 1, "Steps between two scaling factors (te).", "TE"),
-        Setting(
-            "fp8_format",
-            "fp8_format",
-            choice(*FORMATS),
-            "HYBRID",
-            "HYBRID (e4m3 forward, e5m2 backward), E4M3 or E5M2 (te).",
-            "TE",
-        ),
-        Setting(
-            "amax_history_len",
-            "fp8_amax_history_len",
-            whole(1),
-            1024,
-            "Steps for which largest values are kept for scaling factors (te).",
-            "TE",
-            ("amax_history_length",),
-        ),
-        Setting(
-            "amax_compute_algo",
-            "fp8_amax_compute_algo",
-            choice(*ALGORITHMS),
-            "most_recent",
-            "Choice among those values: max or most_recent (te).",
-            "TE",
-            ("amax_compute_algorithm",),
-        ),
-        Setting(
-            "override_linear_precision",
-            "fp8_override_linear_precision",
-            linear_precision,
-            (False, False, False),
-            "Products in more precision: fprop, dgrad, wgrad (te).",
-            "TE",
-        ),
-        Setting(
-            "use_mxfp8_block_scaling",
-            "fp8_use_mxfp8_block_scaling",
-            truth,
-            False,
-            "One scaling factor for each block of 32 numbers (te).",
-            "TE",
-        ),
-        Setting(
-            "opt_level",
-            "fp8_opt_level",
-            level,
-            "O2",
-            "Level of MS-AMP: O1 or O2 (msamp).",
-            "MSAMP",
-            ("optimization_level",),
-        ),
-        Setting(
-            "enable_fsdp_float8_all_gather",
-            "fp8_enable_fsdp_float8_all_gather",
-            truth,
-            False,
-            "Gather shards in float8, with version 2 of FSDP (ao).",
-            "AO",
-        ),
-        Setting(
-            "pad_inner_dim",
-            "fp8_pad_inner_dim",
-            truth,
-            False,
-            "Pad the inner dimension of products to a multiple of 16 (ao).",
-            "AO",
-        ),
-    )
-}
+# fmt: off
+SETTINGS: dict[str, Setting] = {setting.key: setting for setting in (
+    Setting("backend", backend, None, "Library that computes in fp8: te, msamp or ao.", None),
+    Setting("use_autocast_during_eval", truth, False, "Compute in fp8 in evaluation too (te).", "TE"),
+    Setting("margin", whole(0), 0, "Margin of the scaling factor (te).", "TE"),
+    Setting("interval", whole(1), 1, "Steps between two scaling factors (te).", "TE"),
+    Setting("fp8_format", choice(*FORMATS), "HYBRID", "HYBRID (e4m3 forward, e5m2 backward), E4M3 or E5M2 (te).", "TE"),
+    Setting("amax_history_len", whole(1), 1024, "Steps for which largest values are kept for scaling factors (te).",
+            "TE", ("amax_history_length",)),
+    Setting("amax_compute_algo", choice(*ALGORITHMS), "most_recent",
+            "Choice among those values: max or most_recent (te).", "TE", ("amax_compute_algorithm",)),
+    Setting("override_linear_precision", linear_precision, (False, False, False),
+            "Products in more precision: fprop, dgrad, wgrad (te).", "TE"),
+    Setting("use_mxfp8_block_scaling", truth, False, "One scaling factor for each block of 32 numbers (te).", "TE"),
+    Setting("opt_level", level, "O2", "Level of MS-AMP: O1 or O2 (msamp).", "MSAMP", ("optimization_level",)),
+    Setting("enable_fsdp_float8_all_gather", truth, False, "Gather shards in float8, with version 2 of FSDP (ao).",
+            "AO"),
+    Setting("pad_inner_dim", truth, False, "Pad the inner dimension of products to a multiple of 16 (ao).", "AO"),
+)}
+# fmt: on
 SPELLINGS = {
     name: setting
     for setting in SETTINGS.values()

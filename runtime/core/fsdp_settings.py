@@ -68,118 +68,55 @@ def count(value: Any) -> int:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Setting:
-    """Setting: its key without ``fsdp_``, the field of the plug-in, its variable, its parser and its description."""
+    """Setting: its key without ``fsdp_``, its parser, its description, the field of the plug-in and its variable."""
 
     key: str
-    field: str
-    variable: str
     parse: Callable[[Any], Any]
     doc: str
+    field: str
+    variable: str
     also: str | None = None  # another documented spelling of the key
     versions: tuple[int, ...] = (1, 2)
 
 
-SETTINGS: dict[str, Setting] = {
-    one.key: one
-    for one in (
-        Setting("version", "fsdp_version", "FSDP_VERSION", version, "1 (FullyShardedDataParallel) or 2 (fully_shard)."),
-        Setting(
-            "sharding_strategy",
-            "sharding_strategy",
-            "FSDP_SHARDING_STRATEGY",
-            strategy,
-            "Sharding strategy: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD, 4 HYBRID_SHARD, 5 HYBRID_SHARD_ZERO2.",
-        ),
-        Setting(
-            "reshard_after_forward",
-            "reshard_after_forward",
-            "FSDP_RESHARD_AFTER_FORWARD",
-            reshard,
-            "Version 2: free the gathered parameters after forward (true) or after backward (false).",
-        ),
-        Setting(
-            "offload_params",
-            "cpu_offload",
-            "FSDP_OFFLOAD_PARAMS",
-            truth,
-            "Keep parameters and gradients in CPU memory (true or false).",
-        ),
-        Setting(
-            "auto_wrap_policy",
-            "auto_wrap_policy",
-            "FSDP_AUTO_WRAP_POLICY",
-            wrap_policy,
-            "Modules that become units: 1 TRANSFORMER_BASED_WRAP, 2 SIZE_BASED_WRAP, 3 NO_WRAP.",
-        ),
-        Setting(
-            "transformer_layer_cls_to_wrap",
-            "transformer_cls_names_to_wrap",
-            "FSDP_TRANSFORMER_CLS_TO_WRAP",
-            class_names,
-            "Classes of these modules, separated by commas (BertLayer,BertEmbeddings); case matters.",
-            also="transformer_cls_to_wrap",
-        ),
-        Setting(
-            "min_num_params",
-            "min_num_params",
-            "FSDP_MIN_NUM_PARAMS",
-            count,
-            "Smallest number of parameters of a unit, with SIZE_BASED_WRAP.",
-        ),
-        Setting(
-            "backward_prefetch_policy",
-            "backward_prefetch",
-            "FSDP_BACKWARD_PREFETCH",
-            prefetch,
-            "Version 1: when backward gathers the next unit: 1 BACKWARD_PRE, 2 BACKWARD_POST, 3 NO_PREFETCH.",
-            also="backward_prefetch",
-            versions=(1,),
-        ),
-        Setting(
-            "forward_prefetch",
-            "forward_prefetch",
-            "FSDP_FORWARD_PREFETCH",
-            truth,
-            "Gather the next unit while this one computes (true or false); for static graphs.",
-        ),
-        Setting(
-            "state_dict_type",
-            "state_dict_type",
-            "FSDP_STATE_DICT_TYPE",
-            state_dict_type,
-            "Form of checkpoints: 1 FULL_STATE_DICT, 2 LOCAL_STATE_DICT, 3 SHARDED_STATE_DICT.",
-        ),
-        Setting(
-            "use_orig_params",
-            "use_orig_params",
-            "FSDP_USE_ORIG_PARAMS",
-            truth,
-            "Version 1: keep the parameters of the model, for optimizers made before and mixed requires_grad.",
-            versions=(1,),
-        ),
-        Setting(
-            "cpu_ram_efficient_loading",
-            "cpu_ram_efficient_loading",
-            "FSDP_CPU_RAM_EFFICIENT_LOADING",
-            truth,
-            "Only rank 0 has the weights before the model is prepared (true or false).",
-        ),
-        Setting(
-            "sync_module_states",
-            "sync_module_states",
-            "FSDP_SYNC_MODULE_STATES",
-            truth,
-            "Give every rank the parameters and buffers of rank 0 (true or false).",
-        ),
-        Setting(
-            "activation_checkpointing",
-            "activation_checkpointing",
-            "FSDP_ACTIVATION_CHECKPOINTING",
-            truth,
-            "Recompute activations in backward instead of keeping them (true or false).",
-        ),
-    )
-}
+def _setting(key: str, parse: Callable[[Any], Any], doc: str, field: str = "", also: str = "", **more: Any) -> Setting:
+    """Return a setting, which gives its name to its field and variable where they are not called otherwise."""
+    variable = more.pop("variable", f"FSDP_{key.upper()}")
+    return Setting(key, parse, doc, field or key, variable, also or None, **more)
+
+
+# fmt: off
+SETTINGS: dict[str, Setting] = {setting.key: setting for setting in (
+    _setting("version", version, "1 (FullyShardedDataParallel) or 2 (fully_shard).", "fsdp_version"),
+    _setting("sharding_strategy", strategy,
+             "Sharding strategy: 1 FULL_SHARD, 2 SHARD_GRAD_OP, 3 NO_SHARD, 4 HYBRID_SHARD, 5 HYBRID_SHARD_ZERO2."),
+    _setting("reshard_after_forward", reshard,
+             "Version 2: free the gathered parameters after forward (true) or after backward (false)."),
+    _setting("offload_params", truth, "Keep parameters and gradients in CPU memory (true or false).", "cpu_offload"),
+    _setting("auto_wrap_policy", wrap_policy,
+             "Modules that become units: 1 TRANSFORMER_BASED_WRAP, 2 SIZE_BASED_WRAP, 3 NO_WRAP."),
+    _setting("transformer_layer_cls_to_wrap", class_names,
+             "Classes of these modules, separated by commas (BertLayer,BertEmbeddings); case matters.",
+             "transformer_cls_names_to_wrap", "transformer_cls_to_wrap", variable="FSDP_TRANSFORMER_CLS_TO_WRAP"),
+    _setting("min_num_params", count, "Smallest number of parameters of a unit, with SIZE_BASED_WRAP."),
+    _setting("backward_prefetch_policy", prefetch,
+             "Version 1: when backward gathers the next unit: 1 BACKWARD_PRE, 2 BACKWARD_POST, 3 NO_PREFETCH.",
+             "backward_prefetch", "backward_prefetch", variable="FSDP_BACKWARD_PREFETCH", versions=(1,)),
+    _setting("forward_prefetch", truth,
+             "Gather the next unit while this one computes (true or false); for static graphs."),
+    _setting("state_dict_type", state_dict_type,
+             "Form of checkpoints: 1 FULL_STATE_DICT, 2 LOCAL_STATE_DICT, 3 SHARDED_STATE_DICT."),
+    _setting("use_orig_params", truth,
+             "Version 1: keep the parameters of the model, for optimizers made before and mixed requires_grad.",
+             versions=(1,)),
+    _setting("cpu_ram_efficient_loading", truth,
+             "Only rank 0 has the weights before the model is prepared (true or false)."),
+    _setting("sync_module_states", truth,
+             "Give every rank the parameters and buffers of rank 0 (true or false)."),
+    _setting("activation_checkpointing", truth,
+             "Recompute activations in backward instead of keeping them (true or false)."),
+)}
+# fmt: on
 _SPELLINGS = {name: setting for setting in SETTINGS.values() for name in (setting.key, setting.also) if name}
 
 
