@@ -24,7 +24,7 @@ from orc.launchers.backends.reports import Leftover as Leftover
 from orc.launchers.backends.reports import PartitionReport as PartitionReport
 from orc.launchers.backends.reports import QueuedJob as QueuedJob
 from orc.launchers.backends.reports import QueueReport as QueueReport
-from orc.launchers.errors import BackendError, LaunchError, PartlyUnreachable
+from orc.launchers.errors import BackendError, LaunchError, PartlyUnreachable, RenderError
 from orc.launchers.findings import Finding
 from orc.launchers.hosts.sessions import NodeEntry as NodeEntry
 from orc.launchers.ids import AttemptId
@@ -161,49 +161,7 @@ def _names(told: Any) -> tuple[str, ...]:
     return tuple(clean_text(name, slice(255)) for name in names[:MOST_NODES] if isinstance(name, str))
 
 
-class AttemptFiles(abc.ABC):
-    """Holder of the directories of attempts, which shows their content."""
-
-    is_remote: bool = True  # they are on other machines: state and home directory of this one mean nothing there
-
-    @abc.abstractmethod
-    def files(self, handle: Handle) -> tuple[Transport, str]:
-        """Return the way to the directory of *handle*, and its path there."""
-
-    def log_selectors(self, handle: Handle) -> list[LogSelector]:
-        """Return the logs of *handle* that exist so far: ranks in order, then nodes, then the launcher's."""
-        from orc.launchers.attempts.reader import log_selectors
-
-        return log_selectors(*self.files(handle))
-
-    def log_listing(self, handle: Handle) -> tuple[list[LogSelector], dict[str, str]]:
-        """Return `log_selectors`, and of hosts that did not answer, whose logs are not among them, why not."""
-        return self.log_selectors(handle), {}
-
-    def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
-        """Yield what the log *selector* of *handle* holds from *offset* (bytes) on. Calling it again there follows."""
-        from orc.launchers.attempts.reader import read_log
-
-        return read_log(*self.files(handle), selector, offset)
-
-    def log_file(self, handle: Handle, selector: LogSelector) -> str | None:
-        """Return the path of the log *selector* of *handle* on this machine; `None` where it has to be fetched."""
-        from orc.launchers.attempts.reader import log_path
-
-        return None if self.is_remote else log_path(self.files(handle)[1], selector)
-
-    def read_file(self, handle: Handle, name: str, offset: int = 0, limit: int | None = None) -> bytes:
-        """Return at most *limit* bytes of the file *name* in the directory of *handle*'s job from *offset* on; none
-        without a file.
-
-        The attempt's first node has it. ``metrics.jsonl`` is such a file.
-        """
-        from orc.launchers.attempts.reader import read_job_file
-
-        return read_job_file(*self.files(handle), name, offset, limit)
-
-
-class Backend(AttemptFiles):
+class Backend(abc.ABC):
     """A platform that runs attempts: the contract, and what most platforms do alike.
 
     ``SomeBackend(cluster, state_dir=None)`` reads the cluster's options and contacts nothing; connections are made when
@@ -225,6 +183,7 @@ class Backend(AttemptFiles):
     keeps_work: bool = True  # the working copy of a job is there for its next attempt
     passes_artefacts: bool = False  # outputs of its jobs can be fetched from here, and inputs be brought to them
     logs_in: bool = False  # users may have accounts of their own on its clusters (``run_as`` of clusters.yaml)
+    is_remote: bool = True  # attempts are on other machines: state and home directory of this one mean nothing there
     self_driving: bool = False  # starts the next reconciler pass by itself when an attempt ends
 
     def __init__(self, cluster: Cluster, *, state_dir: Path | None = None) -> None:
@@ -258,6 +217,7 @@ class Backend(AttemptFiles):
 
     def close(self) -> None:
         """Close all connections; they are made anew when they are needed again."""
+        return
 
     def addresses(self, hosts: Collection[str] = ()) -> dict[str, str]:
         """Return what makes the machines of an attempt on *hosts*: ``{"address of node1": "10.0.0.1", ...}``.
@@ -374,6 +334,7 @@ class Backend(AttemptFiles):
 
     def reap(self, handle: Handle) -> None:
         """End whatever *handle*, an attempt that is over, may have left running; the next attempt starts afterwards."""
+        return
 
     def files(self, handle: Handle) -> tuple[Transport, str]:
         """Return the way to the directory of *handle*, and its path there, for `logs` and `read_file`.
@@ -382,6 +343,38 @@ class Backend(AttemptFiles):
         """
         raise BackendError(f"attempts on clusters of kind {self.kind} have no directory", where=handle.marker)
 
+    def log_selectors(self, handle: Handle) -> list[LogSelector]:
+        """Return the logs of *handle* that exist so far: ranks in order, then nodes, then the launcher's."""
+        from orc.launchers.attempts.reader import log_selectors
+
+        return log_selectors(*self.files(handle))
+
+    def log_listing(self, handle: Handle) -> tuple[list[LogSelector], dict[str, str]]:
+        """Return `log_selectors`, and of hosts that did not answer, whose logs are not among them, why not."""
+        return self.log_selectors(handle), {}
+
+    def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
+        """Yield what the log *selector* of *handle* holds from *offset* (bytes) on. Calling it again there follows."""
+        from orc.launchers.attempts.reader import read_log
+
+        return read_log(*self.files(handle), selector, offset)
+
+    def log_file(self, handle: Handle, selector: LogSelector) -> str | None:
+        """Return the path of the log *selector* of *handle* on this machine; `None` where it has to be fetched."""
+        from orc.launchers.attempts.reader import log_path
+
+        return None if self.is_remote else log_path(self.files(handle)[1], selector)
+
+    def read_file(self, handle: Handle, name: str, offset: int = 0, limit: int | None = None) -> bytes:
+        """Return at most *limit* bytes of the file *name* in the directory of *handle*'s job from *offset* on; none
+        without a file.
+
+        The attempt's first node has it. ``metrics.jsonl`` is such a file.
+        """
+        from orc.launchers.attempts.reader import read_job_file
+
+        return read_job_file(*self.files(handle), name, offset, limit)
+
     def checkpoint_dir(self, spec: Mapping[str, Any], job: str) -> str:
         """Return the place of the checkpoints of *job*, for people; *spec* is its specification as in the ledger."""
         given = spec["checkpoint"]["dir"]
@@ -389,6 +382,13 @@ class Backend(AttemptFiles):
             return str(given)
         layout = Layout.at(self.root)
         return str(layout.job(job) / given if given else layout.checkpoints(job))
+
+
+def refuse_range(job: JobSpec, why: str) -> None:
+    """Raise `RenderError` for a job with a range of nodes; *why* there is one number of them."""
+    if job.resources.min_nodes != job.resources.max_nodes:
+        what = f"resources.nodes = {job.resources.nodes}: {why}"
+        raise RenderError(what, where=job.name, hint=f"Write nodes: {job.resources.max_nodes}.")
 
 
 def require_secrets(plan: Plan, secrets: Mapping[str, str]) -> dict[str, str]:

@@ -33,6 +33,7 @@ STABLE: dict[str, frozenset[str]] = {
     "orc.launchers.containers.output": frozenset({"text_of"}),
     "orc.launchers.containers.own_disk": frozenset({"OwnDisk"}),
     "orc.launchers.containers.program": frozenset({"Container", "Failure", "main", "read_json"}),
+    "orc.launchers.containers.template": frozenset({"merged"}),
     "orc.launchers.containers.transport": frozenset(),
     "orc.launchers.errors": frozenset(),
     "orc.launchers.findings": frozenset({"Finding"}),

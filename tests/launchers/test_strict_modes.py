@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from orc.launchers.backends.ssh import host_program
-from orc.launchers.backends.ssh.hostfile import read_hostfile
+from orc.launchers.backends.ssh.settings import read_hostfile
 from orc.launchers.errors import BundleError, LaunchError, SpecError
 from orc.launchers.paths import state_dir
 from orc.launchers.remote.ssh.config import read_config

@@ -33,7 +33,7 @@ from orc.launchers.containers.layout import AGENT, SECRETS, refuse_container
 from orc.launchers.containers.objects import UrlTransport
 from orc.launchers.containers.own_disk import OwnDisk
 from orc.launchers.containers.transport import wait_for
-from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError, RenderError
+from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable, LaunchError
 from orc.launchers.findings import Finding
 from orc.launchers.ids import AttemptId
 from orc.launchers.paths import Layout
@@ -109,9 +109,7 @@ class KubernetesBackend(base.Backend):
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
         """``agent.json``, and the manifests that are sent."""
         options = read_job(self.options, job)
-        if job.resources.min_nodes != job.resources.max_nodes:
-            what = f"resources.nodes = {job.resources.nodes}: a Job has one number of pods"
-            raise RenderError(what, where=job.name, hint="Write one number.")
+        base.refuse_range(job, "a Job has one number of pods")
         config, command = self._pods(job, snapshot, attempt)
         wanted = (self.own, config.nnodes > 1 and not self.options.jobset, job.secrets or config.link)
         owns = [resource for resource, has in zip(manifests.OWNED, wanted, strict=True) if has]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +23,7 @@ from orc.launchers.backends.base import (
     Placement,
     Snapshot,
     cancel_request,
+    refuse_range,
     require_secrets,
 )
 from orc.launchers.errors import AmbiguousSubmit, BackendError, NoRoom, RenderError
@@ -34,7 +36,7 @@ from orc.launchers.strict_modes import VARIABLE
 
 if TYPE_CHECKING:
     from orc.launchers.attempts.reader import AttemptRecords
-    from orc.launchers.remote.transport import Transport
+    from orc.launchers.remote.transport import LocalTransport, Transport
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
     from orc.launchers.transfer.targets import Targets
@@ -64,15 +66,19 @@ class LocalBackend(Backend):
         if trusted := os.environ.get(VARIABLE):
             self._config_env[VARIABLE] = trusted
         if cluster.options:
-            raise RenderError(
-                f"clusters of kind local have no options, but {', '.join(cluster.options)} is given",
-                where=f"cluster {cluster.name}",
-            )
+            what = f"clusters of kind local have no options, but {', '.join(cluster.options)} is given"
+            raise RenderError(what, where=f"cluster {cluster.name}")
 
     @property
     def root(self) -> str:
         """The directory in clusters.yaml, or the state directory."""
         return (Path(self.cluster.root).expanduser() if self.cluster.root else self.state_dir).as_posix()
+
+    @cached_property
+    def _transport(self) -> LocalTransport:
+        from orc.launchers.remote.transport import LocalTransport
+
+        return LocalTransport()
 
     # -- before the start
 
@@ -80,17 +86,10 @@ class LocalBackend(Backend):
         """Return one file, ``agent.json``, and one command that starts all agents and returns."""
         from orc.launchers.attempts.agent_config import agent_config, agent_file
 
-        if job.resources.min_nodes != job.resources.max_nodes:
-            raise RenderError(
-                f"resources.nodes = {job.resources.nodes}: the local cluster runs a fixed number of simulated nodes",
-                where=job.name,
-                hint=f"Write nodes: {job.resources.min_nodes}.",
-            )
+        refuse_range(job, "the local cluster runs a fixed number of simulated nodes")
         if options := job.resources.options.get(self.kind):
-            raise RenderError(
-                f"resources.options.local: unknown key {next(iter(options))!r}; the local cluster has no options",
-                where=job.name,
-            )
+            what = f"resources.options.local: unknown key {next(iter(options))!r}; the local cluster has no options"
+            raise RenderError(what, where=job.name)
         config = agent_config(
             job,
             snapshot,
@@ -112,16 +111,8 @@ class LocalBackend(Backend):
         file = agent_file(config)
         # The tree's __main__.py runs the agent. -I -S: nothing of the user's Python environment gets into it, and it
         # starts in half the time.
-        argv = (
-            sys.executable,
-            "-I",
-            "-S",
-            config.runtime_tree,
-            "gang",
-            file.path,
-            "--owner",
-            f"local:{attempt.marker}",
-        )
+        gang = ("gang", file.path, "--owner", f"local:{attempt.marker}")
+        argv = (sys.executable, "-I", "-S", config.runtime_tree, *gang)
         start = PlanCommand(argv, purpose="start the agents of all nodes on this machine")
         return self.plan_of(job, snapshot, attempt, config.env, (file,), (start,))
 
@@ -174,36 +165,31 @@ class LocalBackend(Backend):
         from orc.launchers.agent.errors import LaunchFailure
         from orc.launchers.agent.gpus import gpu_names
 
-        if asked.get("gpus"):
+        if gpus := asked.get("gpus"):
             try:
-                gpus = len(gpu_names({**os.environ, **env}))
+                there = len(gpu_names({**os.environ, **env}))
             except LaunchFailure as error:
                 hint = "See `nvidia-smi` and `dmesg | grep -i nvrm` here."
                 yield Finding("error", str(error), self.cluster.name, hint)
             else:
-                what = f"the job asks for {asked['gpus']} GPU{'s' * (asked['gpus'] != 1)}, this machine has {gpus}"
+                what = f"the job asks for {gpus} GPU{'s' * (gpus != 1)}, this machine has {there}"
                 hint = "Lower resources.gpus_per_node, or choose another cluster."
-                if asked["gpus"] > gpus:
+                if gpus > there:
                     yield Finding("error", what, self.cluster.name, hint)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if asked.get("memory_bytes", 0) > memory:
-            what = (
-                f"the job asks for {asked['memory_bytes'] / 2**30:.1f} GiB, this machine has {memory / 2**30:.1f} GiB"
-            )
+        wanted, memory = asked.get("memory_bytes", 0), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if wanted > memory:
+            what = f"the job asks for {wanted / 2**30:.1f} GiB, this machine has {memory / 2**30:.1f} GiB"
             yield Finding("error", what, self.cluster.name, "Lower resources.memory, or choose another cluster.")
-        elif asked.get("memory_bytes"):
+        elif wanted:
             what = "resources.memory is compared with what this machine has, and limits nothing: the job may take more"
-            hint = (
-                "Limit it yourself where that matters, as with `systemd-run --user --scope -p MemoryMax=4G orc submit`."
-            )
-            yield Finding("warning", what, self.cluster.name, hint)
+            how = "`systemd-run --user --scope -p MemoryMax=4G orc submit`"
+            yield Finding("warning", what, self.cluster.name, f"Limit it yourself where that matters, as with {how}.")
 
     def stores(self, plan: Plan | None = None) -> Targets:
         """Return the one store, below the root."""
-        from orc.launchers.remote.transport import LocalTransport
         from orc.launchers.transfer.targets import Targets
 
-        return Targets({self.cluster.name: (LocalTransport(), self.root)}, {})
+        return Targets({self.cluster.name: (self._transport, self.root)}, {})
 
     # -- the start
 
@@ -215,12 +201,11 @@ class LocalBackend(Backend):
         import subprocess
 
         from orc.launchers.agent.variables import without_own
-        from orc.launchers.remote.transport import LocalTransport
 
         if found := self.find(plan.marker):
             return found
         values = require_secrets(plan, secrets)
-        transport = LocalTransport()
+        transport = self._transport
         directory = str(self.layout.attempt(plan.attempt))
         for file in plan.files:
             transport.write(file.path, file.content.encode(), mode=file.mode)
@@ -257,7 +242,6 @@ class LocalBackend(Backend):
 
     def find(self, marker: str, hosts: Collection[str] = (), *, complete: bool = True) -> Handle | None:
         """Look for the gang's lease, and for a process with the marker in its arguments that is about to write one."""
-
         from orc.launchers.agent.records import checked, read_json
 
         directory = str(self.layout.attempt(AttemptId.from_marker(marker)))
@@ -275,9 +259,8 @@ class LocalBackend(Backend):
         """Read the records of the agents. An attempt that is reported as lost has no process left on this machine."""
         from orc.launchers.attempts.confidential import remove_confidential
         from orc.launchers.attempts.reader import read_attempts
-        from orc.launchers.remote.transport import LocalTransport
 
-        transport = LocalTransport()
+        transport = self._transport
         planned = {handle.native_id: handle.nodes for handle in handles}
         records = read_attempts(transport, list(planned), planned)
         gone = [h for h in handles if not records[h.native_id].complete and _agents(records[h.native_id]) == "gone"]
@@ -305,9 +288,7 @@ class LocalBackend(Backend):
 
     def files(self, handle: Handle) -> tuple[Transport, str]:
         """Return this machine, and the attempt's directory."""
-        from orc.launchers.remote.transport import LocalTransport
-
-        return LocalTransport(), handle.native_id
+        return self._transport, handle.native_id
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Return entries without a prefix: every node is this machine."""
@@ -323,9 +304,8 @@ class LocalBackend(Backend):
         """Write a request for the agents; where they are gone, end what they have left behind."""
         from orc.launchers.agent.cleanup import kill_attempt
         from orc.launchers.attempts.reader import read_attempts
-        from orc.launchers.remote.transport import LocalTransport
 
-        transport = LocalTransport()
+        transport = self._transport
         for directory, records in read_attempts(transport, [handle.native_id for handle in handles]).items():
             if records.complete:
                 continue

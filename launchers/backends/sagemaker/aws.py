@@ -10,13 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from orc.launchers.backends.sagemaker.failures import (
-    ambiguous,
-    aws_errors,
-    code_of,
-    explain,
-    message_of,
-)
+from orc.launchers.backends.sagemaker.failures import ambiguous, aws_errors, code_of, explain, message_of
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.names import split_uri
 from orc.launchers.backends.sagemaker.settings import ClusterSettings
@@ -43,11 +37,9 @@ def stock_image(image: Image, where: str) -> str:
             )
         )
     except (ValueError, KeyError) as error:
-        raise BackendError(
-            f"there is no stock image for that: {' '.join(str(error).split())}",
-            where=where,
-            hint="Correct the versions, or give an image_uri.",
-        ) from None
+        what = f"there is no stock image for that: {' '.join(str(error).split())}"
+        hint = "Correct the versions, or give an image_uri."
+        raise BackendError(what, where=where, hint=hint) from None
 
 
 def sdk_module(name: str) -> Any:
@@ -238,23 +230,17 @@ class AwsService(ObjectStore):
         try:
             return bytes(self._client("s3").get_object(Bucket=bucket, Key=key, **extra)["Body"].read())
         except aws_errors() as error:
-            code = code_of(error)
-            if code in _GONE:
-                return None
-            if code in ("InvalidRange", "416"):
-                return b""
+            if (code := code_of(error)) in _GONE or code in ("InvalidRange", "416"):
+                return None if code in _GONE else b""
             raise explain(error, self._where, asked="s3:GetObject") from None
 
     def exists(self, uri: str) -> bool:
         """Return True when the object exists: HeadObject."""
         bucket, key = split_uri(uri)
-        try:
+        with self._errors("s3:GetObject", _GONE):
             self._client("s3").head_object(Bucket=bucket, Key=key)
-        except aws_errors() as error:
-            if code_of(error) in _GONE:
-                return False
-            raise explain(error, self._where, asked="s3:GetObject") from None
-        return True
+            return True
+        return False
 
     def delete(self, uri: str) -> None:
         """S3 does not mind when there is none."""

@@ -99,19 +99,15 @@ class SagemakerBackend(Backend):
         super().__init__(cluster, state_dir=state_dir)
         self.place = read_cluster_settings(cluster)
         if cluster.root is not None:
-            raise SpecError(
-                f"the cluster {cluster.name} has a root, but orc's files are in S3",
-                where=f"cluster {cluster.name}",
-                hint="Write `bucket` and `prefix` under `options:` instead.",
-            )
+            what = f"the cluster {cluster.name} has a root, but orc's files are in S3"
+            hint = "Write `bucket` and `prefix` under `options:` instead."
+            raise SpecError(what, where=f"cluster {cluster.name}", hint=hint)
         if self.place.region is None:
             from orc.launchers.spec.clusters import options_document
 
-            raise SpecError(
-                f"the cluster {cluster.name} has no region",
-                where=options_document(cluster).where,
-                hint="Write it under `options:`, as in  region: us-east-1.",
-            )
+            what = f"the cluster {cluster.name} has no region"
+            hint = "Write it under `options:`, as in  region: us-east-1."
+            raise SpecError(what, where=options_document(cluster).where, hint=hint)
         self.region = self.place.region
         self._inputs: dict[str, AttemptInputs] = {}
 

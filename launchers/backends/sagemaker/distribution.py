@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from orc.launchers.backends.base import refuse_range
 from orc.launchers.backends.sagemaker.instances import Instance, instances
 from orc.launchers.backends.sagemaker.settings import Settings
 from orc.launchers.errors import RenderError
@@ -47,6 +48,7 @@ def adapt_job(job: JobSpec, settings: Settings) -> JobSpec:
     Raises `RenderError` where the two contradict each other, and for what the instances do not have.
     """
     instance = instance_of(job, settings)
+    refuse_range(job, "a training job has a fixed number of instances")
     form = settings.distribution.kind if settings.distribution else "none"
     if settings.distribution is None and settings.distributed_type == "DATA_PARALLEL":
         form = "data_parallel"
@@ -67,9 +69,6 @@ def adapt_job(job: JobSpec, settings: Settings) -> JobSpec:
 def _contradictions(job: JobSpec, settings: Settings, form: str) -> Iterator[tuple[str, str]]:
     """Yield what the job and the settings, which distribute it in the *form*, do not agree on, and what to do."""
     asked, count, per_host = job.resources, settings.instance_count, _per_host(settings)
-    if asked.min_nodes != asked.max_nodes:
-        what = f"resources.nodes = {asked.nodes}: a training job has a fixed number of instances"
-        yield what, f"Write nodes: {asked.max_nodes}."
     if job.grace > MAX_GRACE_S:
         what = f"grace = {job.grace:g}: SageMaker kills what still runs 120 seconds after it was told to end"
         yield what, f"Write grace: {MAX_GRACE_S:g} or less."

@@ -57,7 +57,8 @@ def explain(
     """
     from botocore import exceptions as boto
 
-    kind, what, hint = BackendUnreachable, f"{type(error).__name__}: {error}", ""
+    kind: type[BackendError] = BackendUnreachable
+    what, hint = f"{type(error).__name__}: {error}", ""
     if isinstance(error, boto.ClientError):
         kind, what, hint = _refusal(code_of(error), message_of(error), asked or "the request", instance_type)
     elif isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):

@@ -1,7 +1,7 @@
 """Stock images (AWS Deep Learning Containers) by framework versions. Pure: no SDK, no network.
 
 The tables are an extract of what the SageMaker SDK ships; a test compares every entry with the SDK that is installed.
-Versions and regions that are not here are left to the SDK at submission (`Image.unresolved`).
+Versions and regions that are not here are left to the SDK at submission (`pending`).
 """
 
 from __future__ import annotations
@@ -81,52 +81,43 @@ class Image:
 
         Raises `RenderError` for versions that contradict each other.
         """
-        found = self._huggingface() if self.transformers else self._pytorch()
-        account = REGISTRIES.get(self.region)
+        found, account = self._huggingface() if self.transformers else self._pytorch(), REGISTRIES.get(self.region)
         if found is None or account is None:
-            return self.unresolved
-        return f"{account}.dkr.ecr.{self.region}.{_domain(self.region)}/{found}"
-
-    @property
-    def unresolved(self) -> str:
-        """Placeholder for the URI: the versions that the SDK is to look up."""
-        return _PENDING + json.dumps(self.__dict__, sort_keys=True) + ">"
+            return _PENDING + json.dumps(self.__dict__, sort_keys=True) + ">"
+        domain = "amazonaws.com.cn" if self.region.startswith("cn-") else "amazonaws.com"
+        return f"{account}.dkr.ecr.{self.region}.{domain}/{found}"
 
     def _pytorch(self) -> str | None:
-        version = _newest(self.pytorch, PYTORCH) if self.pytorch else list(PYTORCH)[-1]
+        version = _newest(self.pytorch, PYTORCH)
         if version is None:
             return None
-        python = PYTORCH[version]
-        self._check_python(python, f"PyTorch {version}")
+        python = self._checked(PYTORCH[version], f"PyTorch {version}")
         return f"pytorch-training:{version}-{'gpu' if self.gpu else 'cpu'}-{python}"
 
     def _huggingface(self) -> str | None:
-        versions = {both[0]: both for both in HUGGINGFACE}
-        version = _newest(str(self.transformers), versions)
+        version = _newest(self.transformers, {both[0]: both for both in HUGGINGFACE})
         if version is None:
             return None
-        torches = {torch: key for key in HUGGINGFACE if key[0] == version for torch in (key[1],)}
-        torch = _newest(self.pytorch, torches) if self.pytorch else list(torches)[-1]
+        torches = [torch for transformers, torch in HUGGINGFACE if transformers == version]
+        torch = _newest(self.pytorch, torches)
         if torch is None:
-            raise RenderError(
-                f"there is no image with Transformers {version} and PyTorch {self.pytorch}",
-                hint=f"With Transformers {version} goes pytorch_version: {', '.join(torches)}; or give an image_uri.",
-            )
+            what = f"there is no image with Transformers {version} and PyTorch {self.pytorch}"
+            known = ", ".join(torches)
+            hint = f"With Transformers {version} goes pytorch_version: {known}; or give an image_uri."
+            raise RenderError(what, hint=hint)
         if not self.gpu:
-            raise RenderError(
-                f"{self.instance_type} has no GPU, and the images with Transformers are made for GPUs alone",
-                hint="Leave out transformers_version and list transformers in requirements.txt, or give an image_uri.",
-            )
+            what = f"{self.instance_type} has no GPU, and the images with Transformers are made for GPUs alone"
+            hint = "Leave out transformers_version and list transformers in requirements.txt, or give an image_uri."
+            raise RenderError(what, hint=hint)
         python, rest = HUGGINGFACE[(version, torch)]
-        self._check_python(python, f"Transformers {version} with PyTorch {torch}")
+        self._checked(python, f"Transformers {version} with PyTorch {torch}")
         return f"huggingface-pytorch-training:{torch}-transformers{version}-gpu-{python}-{rest}"
 
-    def _check_python(self, python: str, what: str) -> None:
+    def _checked(self, python: str, what: str) -> str:
         if self.python not in (None, python):
-            raise RenderError(
-                f"the image of {what} has {python}, not {self.python}",
-                hint=f"Write py_version: {python}, or give an image_uri.",
-            )
+            hint = f"Write py_version: {python}, or give an image_uri."
+            raise RenderError(f"the image of {what} has {python}, not {self.python}", hint=hint)
+        return python
 
 
 def is_pending(uri: str) -> bool:
@@ -135,7 +126,7 @@ def is_pending(uri: str) -> bool:
 
 
 def pending(uri: str) -> Image:
-    """The inverse of `Image.unresolved`."""
+    """Return the image that a placeholder stands for."""
     return Image(**json.loads(uri[len(_PENDING) : -1]))
 
 
@@ -146,10 +137,6 @@ def python_of(uri: str) -> tuple[int, int] | None:
 
 
 def _newest(wanted: str | None, known: Collection[str]) -> str | None:
-    """The version itself, or the last one that begins with it: ``2.5`` is ``2.5.1``."""
-    near = [version for version in known if version == wanted or version.startswith(f"{wanted}.")]
+    """The version itself, or the last one that begins with it: ``2.5`` is ``2.5.1``; the last of all without one."""
+    near = [version for version in known if wanted is None or version == wanted or version.startswith(f"{wanted}.")]
     return wanted if wanted in known else near[-1] if near else None
-
-
-def _domain(region: str) -> str:
-    return "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"

@@ -76,16 +76,9 @@ def render_plan(
     place = location.attempt(attempt)
     agents = PlanFile(place + AGENT, agent_file(config).content, 0o600)
     order = PlanFile(place + REQUEST, request_text(request), 0o600)
-    return Plan(
-        attempt=attempt,
-        cluster=cluster.name,
-        backend="sagemaker",
-        files=(agents, order),
-        commands=(PlanCommand((f"sagemaker:{_CREATE}", order.path), purpose=f"start it in {region}"),),
-        env=config.env,
-        trees=snapshot.digests,
-        secrets=tuple(job.secrets),
-    )
+    create = PlanCommand((f"sagemaker:{_CREATE}", order.path), purpose=f"start it in {region}")
+    secrets = tuple(job.secrets)
+    return Plan(attempt, cluster.name, "sagemaker", (agents, order), (create,), config.env, snapshot.digests, secrets)
 
 
 def _check_by_model(request: Mapping[str, Any], job: JobSpec, cluster: Cluster) -> None:
@@ -95,11 +88,9 @@ def _check_by_model(request: Mapping[str, Any], job: JobSpec, cluster: Cluster) 
     text = json.dumps({**request, "AlgorithmSpecification": {**algorithm, "TrainingImage": "", **known}})
     for member, why in violations(json.loads(text.replace(ACCOUNT, "0" * 12))):
         name = option_of(member)
-        raise RenderError(
-            f"{name or member}: {why}" + ("" if name is None or member.count(".") < 2 else f" ({member})"),
-            where=place_of_option(name, cluster, job) if name else job.name,
-            hint=_HINTS.get(name or "", ""),
-        )
+        what = f"{name or member}: {why}" + ("" if name is None or member.count(".") < 2 else f" ({member})")
+        hint = _HINTS.get(name or "", "")
+        raise RenderError(what, where=place_of_option(name, cluster, job) if name else job.name, hint=hint)
 
 
 def request_of(plan: Plan) -> dict[str, Any]:
@@ -162,11 +153,9 @@ def _check_checkpoints(job: JobSpec, config: AgentConfig, settings: Settings) ->
     kept = f"{local_path(settings)}/"
     if "://" in given or f"{given}/".startswith(kept) or given.startswith("/opt/ml/input/data/"):
         return
-    raise RenderError(
-        f"checkpoint.dir = {given} is lost when the training job ends, because only {kept} is kept in S3",
-        where=job.name,
-        hint="Leave checkpoint.dir out, give a path below that directory, or an s3:// URL.",
-    )
+    what = f"checkpoint.dir = {given} is lost when the training job ends, because only {kept} is kept in S3"
+    hint = "Leave checkpoint.dir out, give a path below that directory, or an s3:// URL."
+    raise RenderError(what, where=job.name, hint=hint)
 
 
 _NUMBER = re.compile(r"-(?:\d|\.\d|inf|nan)")
@@ -187,16 +176,14 @@ def hyperparameters(argv: Sequence[str], where: str) -> dict[str, str]:
         word = argv[position]
         position += 1
         if not _is_name(word):
-            raise RenderError(f"the argument {_short(word)} has no name", where=where, hint=_hint(argv, position - 1))
+            raise RenderError(f"the argument {_cut(word)} has no name", where=where, hint=_hint(argv, position - 1))
         name, equals, value = word.lstrip("-").partition("=")
         if not equals:
             if position == len(argv) or _is_name(argv[position]):
-                raise RenderError(
-                    f"the flag {word} has no value",
-                    where=where,
-                    hint=f"Write `{word} True`, and let the script read it as a value (not as an argparse action). "
-                    + _HELP,
+                hint = (
+                    f"Write `{word} True`, and let the script read it as a value (not as an argparse action). {_HELP}"
                 )
+                raise RenderError(f"the flag {word} has no value", where=where, hint=hint)
             value = argv[position]
             position += 1
         if name in found:
@@ -215,13 +202,6 @@ def _hint(argv: Sequence[str], position: int) -> str:
         both = f"{argv[position - 1]},{argv[position]}"
         return f"{name} has a value already; several go into one, like `{name} {both}`. {_HELP}"
     return _HELP
-
-
-def _short(word: str) -> str:
-    return repr(word if len(word) <= 60 else word[:57] + "...")
-
-
-_SHOWN = 60  # of a value
 
 
 @cache
@@ -245,30 +225,23 @@ def violations(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _violations(value: Any, shape: Shape, name: str) -> Iterator[tuple[str, str]]:
     from botocore.validate import ParamValidator
 
-    if shape.type_name == "structure" and isinstance(value, Mapping):
-        for member in shape.required_members:
-            if member not in value:
-                yield name, f"{member} is missing"
+    kinds = {"structure": Mapping, "map": Mapping, "list": list}
+    kind = kinds.get(shape.type_name)
+    if ParamValidator().validate(value, shape).has_errors() if kind is None else not isinstance(value, kind):
+        yield name, f"{_cut(value)} is no {shape.type_name}"
+    elif shape.type_name == "structure":
+        yield from ((name, f"{member} is missing") for member in shape.required_members if member not in value)
         for key, each in value.items():
             if key not in shape.members:
                 yield name, f"unknown key {key!r}{_nearest(key, shape.members)}"
             else:
                 yield from _violations(each, shape.members[key], f"{name}.{key}".lstrip("."))
-        return
-    if shape.type_name not in ("list", "map"):
-        report = ParamValidator().validate(value, shape)
-        if report.has_errors():
-            yield name, f"{_cut(value)} is no {shape.type_name}"
-            return
-    elif not isinstance(value, (Mapping if shape.type_name == "map" else list)):
-        yield name, f"{_cut(value)} is no {shape.type_name}"
-        return
-    if why := _broken_rule(value, shape.metadata):
+    elif why := _broken_rule(value, shape.metadata):
         yield name, why
-    if shape.type_name == "list":
+    elif shape.type_name == "list":
         for each in value:
             yield from _violations(each, shape.member, name)
-    if shape.type_name == "map":
+    elif shape.type_name == "map":
         for key, each in value.items():
             yield from _violations(key, shape.key, name)
             yield from _violations(each, shape.value, name)
@@ -285,10 +258,8 @@ def _broken_rule(value: Any, rules: Mapping[str, Any]) -> str:
     if "max" in rules and size > rules["max"]:
         return f"{what}; it takes {rules['max']} at most"
     if "enum" in rules and value not in rules["enum"]:
-        known = rules["enum"] if len(rules["enum"]) <= 10 else []
-        return f"{_cut(value)} is none of its values{_nearest(value, rules['enum'])}" + (
-            f" ({', '.join(known)})" if known else ""
-        )
+        known = f" ({', '.join(rules['enum'])})" if len(rules["enum"]) <= 10 else ""
+        return f"{_cut(value)} is none of its values{_nearest(value, rules['enum'])}{known}"
     if "pattern" in rules and not _matches(rules["pattern"], value):
         return f"{_cut(value)} does not match {rules['pattern']}"
     return ""
@@ -312,4 +283,4 @@ def _nearest(word: Any, known: Any) -> str:
 
 def _cut(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.instances import Instance
-from orc.launchers.backends.sagemaker.names import (
-    ACCOUNT,
-    S3Location,
-    default_bucket,
-    partition_of,
-    training_job_name,
-)
+from orc.launchers.backends.sagemaker.names import ACCOUNT, S3Location, default_bucket, partition_of, training_job_name
 from orc.launchers.backends.sagemaker.sections import Channel, is_tag
 from orc.launchers.backends.sagemaker.settings import Settings, members
 from orc.launchers.containers.layout import ENTRY

@@ -82,18 +82,21 @@ def variables(value: Any) -> dict[str, str]:
     return found
 
 
+def _pairs(value: Any, key: str, other: str, what: str) -> list[tuple[str, Any]]:
+    """Return the items of a mapping, which the SDK writes as a list of ``{key: ..., other: ...}``."""
+    if isinstance(value, Mapping):
+        return [(str(name), each) for name, each in value.items()]
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"expected a mapping of {what}, not {value!r}")
+    for entry in value:
+        if not isinstance(entry, Mapping) or set(entry) != {key, other}:
+            raise ValueError(f"expected {{{key}: ..., {other}: ...}}, not {entry!r}")
+    return [(str(entry[key]), entry[other]) for entry in value]
+
+
 def tags(value: Any) -> dict[str, str]:
     """``{team: vision}``, or the SDK's ``[{Key: team, Value: vision}]``."""
-    if isinstance(value, (list, tuple)):
-        pairs = {}
-        for entry in value:
-            if not isinstance(entry, Mapping) or set(entry) != {"Key", "Value"}:
-                raise ValueError(f"expected {{Key: ..., Value: ...}}, not {entry!r}")
-            pairs[entry["Key"]] = entry["Value"]
-        value = pairs
-    if not isinstance(value, Mapping):
-        raise ValueError(f"expected a mapping of tags, not {value!r}")
-    found = {str(key): grammar.scalar_text(each) for key, each in value.items()}
+    found = {key: grammar.scalar_text(each) for key, each in _pairs(value, "Key", "Value", "tags")}
     for key in found:
         if key.startswith(("orc:", "aws:")):
             raise ValueError(f"the tag {key} is not for jobs to set")
@@ -107,16 +110,8 @@ def is_tag(key: str, value: str) -> bool:
 
 def metrics(value: Any) -> tuple[dict[str, str], ...]:
     """``{loss: 'loss=([0-9.]+)'}``, or the SDK's ``[{Name: loss, Regex: ...}]``."""
-    if isinstance(value, Mapping):
-        value = [{"Name": name, "Regex": regex} for name, regex in value.items()]
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"expected a mapping of metrics to regular expressions, not {value!r}")
-    found = []
-    for entry in value:
-        if not isinstance(entry, Mapping) or set(entry) != {"Name", "Regex"}:
-            raise ValueError(f"expected {{Name: ..., Regex: ...}}, not {entry!r}")
-        found.append({"Name": str(entry["Name"]), "Regex": str(entry["Regex"])})
-    return tuple(found)
+    pairs = _pairs(value, "Name", "Regex", "metrics to regular expressions")
+    return tuple({"Name": name, "Regex": str(regex)} for name, regex in pairs)
 
 
 def distributed_type(value: Any) -> str:
@@ -138,10 +133,9 @@ def read_table(path: str, where: str, columns: tuple[str, str]) -> tuple[dict[st
 
     Raises `SpecError`.
     """
-    file = Path(path).expanduser()
-    if not file.is_absolute():
-        source = where.partition(":")[0]
-        file = Path(source).parent / file if source.endswith((".yaml", ".yml")) else file
+    source = where.partition(":")[0]
+    file = Path(source).parent if source.endswith((".yaml", ".yml")) else Path()
+    file /= Path(path).expanduser()
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -160,10 +154,10 @@ def read_table(path: str, where: str, columns: tuple[str, str]) -> tuple[dict[st
 
 
 def placed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of the request from its members by their paths (``VpcConfig.Subnets``), without empty ones."""
+    """Return a part of the request from its members by their paths (``VpcConfig.Subnets``), without absent ones."""
     made: dict[str, Any] = {}
     for path, value in values.items():
-        if value not in (None, (), {}):
+        if value not in (None, ()):
             *parents, member = path.split(".")
             section = made
             for parent in parents:

@@ -33,11 +33,7 @@ ALIASES = {
 }
 
 # Argument of an estimator -> what a job file has instead. `Client.submit_estimator` puts it there.
-ELSEWHERE = {
-    "entry_point": "`script`",
-    "source_dir": "`workdir: {path: ...}`",
-    "hyperparameters": "`args`",
-}
+ELSEWHERE = {"entry_point": "`script`", "source_dir": "`workdir: {path: ...}`", "hyperparameters": "`args`"}
 
 _WORKDIR = "the job's whole `workdir` travels"
 _CONTRACT = "orc starts the container's program itself"

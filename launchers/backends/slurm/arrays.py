@@ -69,11 +69,8 @@ def check_alike(plans: Sequence[Plan]) -> None:
     """Check that one array can hold *plans*. Raises `BackendError`."""
     first = directives(script_of(plans[0]))
     if "hetjob" in first:
-        raise BackendError(
-            "Slurm makes no arrays of heterogeneous jobs",
-            where=plans[0].marker,
-            hint="Submit them one by one, or without `heterogeneous`.",
-        )
+        hint = "Submit them one by one, or without `heterogeneous`."
+        raise BackendError("Slurm makes no arrays of heterogeneous jobs", where=plans[0].marker, hint=hint)
     for plan in plans[1:]:
         other = directives(script_of(plan))
         for one, two in zip([*first, "nothing"], [*other, "nothing"], strict=False):

@@ -121,7 +121,7 @@ class SlurmBackend(Backend):
             replaced=MEMORY if job.resources.memory else (),  # in whichever form the cluster has it
         )
 
-    @property
+    @cached_property
     def _jobs(self) -> SlurmJobs:
 
         return SlurmJobs(self._client, self._transport, self.layout, self._settings, self.cluster.name)
@@ -131,13 +131,7 @@ class SlurmBackend(Backend):
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
         """Return two files, ``agent.json`` and ``job.sbatch``, and one command: ``sbatch``."""
         from orc.launchers.attempts.agent_config import agent_config, agent_file
-        from orc.launchers.backends.slurm.script import (
-            SCRIPT_NAME,
-            check_nesting,
-            home_options,
-            render_script,
-            shape,
-        )
+        from orc.launchers.backends.slurm.script import SCRIPT_NAME, check_nesting, home_options, render_script, shape
         from orc.launchers.environments.rendering import environment_of
 
         options = self._options(job)
@@ -366,11 +360,9 @@ def _of_login(settings: SlurmSettings, cluster: Cluster) -> SlurmSettings:
     if cluster.login is None:
         return settings
     if settings.login is None:
-        raise SpecError(
-            "users have accounts of their own only behind a login node: sbatch here would run as this account",
-            where=f"cluster {cluster.name}: run_as",
-            hint="set options.login, or `run_as: service`",
-        )
+        what = "users have accounts of their own only behind a login node: sbatch here would run as this account"
+        hint = "set options.login, or `run_as: service`"
+        raise SpecError(what, where=f"cluster {cluster.name}: run_as", hint=hint)
     return settings.model_copy(update={"login": settings.login.model_copy(update={"user": cluster.login})})
 
 

@@ -90,11 +90,9 @@ class SlurmClient:
         try:
             done = self._run(argv, self._settings.submit_timeout)
         except BackendUnreachable as error:  # a time-out, or a link that broke meanwhile
-            raise AmbiguousSubmit(
-                f"{error.what}: the job may or may not have been accepted",
-                where=self._where,
-                hint="orc looks for it by its marker before it submits again.",
-            ) from None
+            what = f"{error.what}: the job may or may not have been accepted"
+            hint = "orc looks for it by its marker before it submits again."
+            raise AmbiguousSubmit(what, where=self._where, hint=hint) from None
         job_id = done.stdout.strip().split(";")[0]
         if done.status == 0 and job_id.isdigit():
             return job_id

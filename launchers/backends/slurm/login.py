@@ -48,9 +48,7 @@ def root_of(cluster: Cluster, settings: SlurmSettings, state_dir: Path | None = 
     default = DEFAULT_ROOT if settings.login else str(state_dir or paths.state_dir(create=False))
     root = (cluster.root or default).rstrip("/") or "/"
     if settings.login is not None and not root.startswith(("/", "~/")):
-        raise SpecError(
-            f"root: {root!r} is neither absolute nor below the home directory on the login node",
-            where=f"cluster {cluster.name}",
-            hint="Write it like /shared/orc or ~/orc.",
-        )
+        what = f"root: {root!r} is neither absolute nor below the home directory on the login node"
+        hint = "Write it like /shared/orc or ~/orc."
+        raise SpecError(what, where=f"cluster {cluster.name}", hint=hint)
     return root

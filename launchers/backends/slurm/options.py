@@ -394,11 +394,9 @@ def read_options(
     given = _underscored(job, job_where)
     for name in given:
         if name in settings:
-            raise SpecError(
-                f"{name!r} describes the cluster, not the job",
-                where=given.document.origin((name,), key=True).where,
-                hint="Set it under `options:` of the cluster in clusters.yaml.",
-            )
+            what = f"{name!r} describes the cluster, not the job"
+            hint = "Set it under `options:` of the cluster in clusters.yaml."
+            raise SpecError(what, where=given.document.origin((name,), key=True).where, hint=hint)
     own = _read(SlurmOptions, given, given, [])
     values = {name: getattr(base, name) for name in base.model_fields_set}
     if own.model_fields_set & MEMORY:

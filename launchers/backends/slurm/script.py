@@ -327,14 +327,10 @@ def check_nesting(job: JobSpec, options: SlurmOptions, environment: Environment,
     if options.container_image is None:
         return
     if environment.container is not None:
-        raise RenderError(
-            "container_image and `environment: container` would put a container into a container",
-            where=job.name,
-            hint="Keep one of them: container_image where Slurm has pyxis.",
-        )
+        what = "container_image and `environment: container` would put a container into a container"
+        hint = "Keep one of them: container_image where Slurm has pyxis."
+        raise RenderError(what, where=job.name, hint=hint)
     if root.startswith("~"):
-        raise RenderError(
-            f"container_image needs a root that is an absolute path, not {root}",
-            where=job.name,
-            hint="Write `root:` of the cluster as the full path over there.",
-        )
+        what = f"container_image needs a root that is an absolute path, not {root}"
+        hint = "Write `root:` of the cluster as the full path over there."
+        raise RenderError(what, where=job.name, hint=hint)

@@ -23,7 +23,7 @@ from orc.launchers.backends.base import (
     raise_unreached,
     require_secrets,
 )
-from orc.launchers.backends.ssh import placement as placing
+from orc.launchers.backends.ssh import rendering
 from orc.launchers.backends.ssh.rendering import hosts_of, render_plan
 from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, JobOptions, Options, Settings, read_settings
 from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
@@ -103,7 +103,7 @@ class SshBackend(Backend):
 
     def place(self, job: JobSpec, taken: Mapping[str, int], avoid: Collection[str] = ()) -> Placement:
         """Return hosts in the order of the cluster's list, as many as are free up to the job's maximum."""
-        return placing.place(job, self.settings, taken, avoid)
+        return rendering.place(job, self.settings, taken, avoid)
 
     def capacity(self) -> dict[str, int]:
         """Return the slots of each host of the cluster."""
@@ -111,7 +111,7 @@ class SshBackend(Backend):
 
     def candidates(self, job: JobSpec) -> Collection[str]:
         """Return every host that has the slots and labels that *job* requests."""
-        return placing.candidates(job, self.settings)
+        return rendering.candidates(job, self.settings)
 
     def render(self, job: JobSpec, snapshot: Snapshot, attempt: AttemptId, placement: Placement | None = None) -> Plan:
         """Return ``agent.json`` for every host, and one command on each that starts its agent and returns."""
@@ -350,8 +350,7 @@ class SshBackend(Backend):
             for name in handle.hosts:
                 wanted.setdefault(name, []).append(self.hosts.directory(name, handle.marker))
         return self.hosts.each(
-            wanted,
-            lambda name: self.hosts.call(name, do, {"directories": wanted[name], **request}, WRITE_TIMEOUT_S),
+            wanted, lambda name: self.hosts.call(name, do, {"directories": wanted[name], **request}, WRITE_TIMEOUT_S)
         )
 
 

@@ -51,11 +51,8 @@ class HostConnections:
                 self._transports = self._open()
             transports = self._transports
         if name not in transports:
-            raise BackendError(
-                f"the cluster has no host {name} any more",
-                where=name,
-                hint="Put it back into clusters.yaml until the jobs that ran there are over.",
-            )
+            hint = "Put it back into clusters.yaml until the jobs that ran there are over."
+            raise BackendError(f"the cluster has no host {name} any more", where=name, hint=hint)
         return transports[name]
 
     def close(self) -> None:

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orc.launchers.backends.base import HostReport
-from orc.launchers.backends.ssh.hostfile import Host
 from orc.launchers.backends.ssh.rendering import config_of, hosts_of
-from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON
+from orc.launchers.backends.ssh.settings import DEFAULT_PYTHON, Host
 from orc.launchers.errors import BackendUnreachable, LaunchError
 from orc.launchers.findings import Finding, worst_first
 from orc.launchers.oldest_python import brings_python

@@ -116,11 +116,9 @@ class TpuBackend(Backend):
     def stores(self, plan: Plan | None = None) -> Targets:
         """Return the stores of the workers of the TPU that the options name. Raises `BackendError` without one."""
         if self.settings.options.name is None:
-            raise BackendError(
-                "TPUs are made for an attempt and deleted after it: nothing of a job stays there",
-                where=f"cluster {self.cluster.name}",
-                hint="`orc prune` deletes TPUs that are left. A TPU that `name:` in the options names keeps a store.",
-            )
+            what = "TPUs are made for an attempt and deleted after it: nothing of a job stays there"
+            hint = "`orc prune` deletes TPUs that are left. A TPU that `name:` in the options names keeps a store."
+            raise BackendError(what, where=f"cluster {self.cluster.name}", hint=hint)
         return replace(self._pods.on(find_node(self.api, self.settings)).stores(), shared="auto")
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> Handle:
@@ -139,7 +137,7 @@ class TpuBackend(Backend):
         require_own(statuses, plan.marker)
         if any(status.state is not State.NOT_FOUND for status in statuses):
             return handle
-        rejections = request_tpu(self.api, self._local(handle), plan, location.zones)
+        rejections = request_tpu(self.api, self._local(handle.marker), plan, location.zones)
         if len(rejections) < len(location.zones):
             return handle
         end = lifecycle.no_zone_left(rejections)
@@ -164,7 +162,7 @@ class TpuBackend(Backend):
                     found = self._pods.on(status.node).find(marker)
                     return None if found is None else replace(found, backend=self.kind, native_id=str(location))
             return None
-        local = self._local_of(marker)
+        local = self._local(marker)
         if ended := local.handle:
             return ended
         last = (local.zone,) if local.zone in options.zones else ()
@@ -192,7 +190,7 @@ class TpuBackend(Backend):
     def advance(self, handle: Handle, plan: Plan, secrets: Mapping[str, str]) -> Observation:
         """Request the TPU in the next zone, or start the agents on one that is up."""
         self.check_installed()
-        local, location = self._local(handle), TpuLocation.parse(handle.native_id)
+        local, location = self._local(handle.marker), TpuLocation.parse(handle.native_id)
         statuses = self._look(handle)
         step = self._step(statuses)
         if local.end() is not None or local.cancelled:
@@ -226,11 +224,9 @@ class TpuBackend(Backend):
             return step
         if isinstance(step, Waiting):
             raise NoRoom(f"waiting for {location.id}: {step.reason}", where=self.cluster.name)
-        raise BackendError(
-            f"there is no TPU {location.id} to be used: {step.reason}",
-            where=self.cluster.name,
-            hint="Create it, or remove `name:` and let orc make one for each attempt.",
-        )
+        what = f"there is no TPU {location.id} to be used: {step.reason}"
+        hint = "Create it, or remove `name:` and let orc make one for each attempt."
+        raise BackendError(what, where=self.cluster.name, hint=hint)
 
     # -- afterwards
 
@@ -244,7 +240,7 @@ class TpuBackend(Backend):
         if not handles:
             return {}
         self._end_idle()
-        statuses = self._statuses([handle for handle in handles if self._local(handle).end() is None])
+        statuses = self._statuses([handle for handle in handles if self._local(handle.marker).end() is None])
         results = each(
             {h.marker: h for h in handles}, lambda handle: self._observe(handle, statuses.get(handle.marker))
         )
@@ -252,7 +248,7 @@ class TpuBackend(Backend):
 
     def _observe(self, handle: Handle, statuses: Sequence[ZoneStatus] | None) -> Observation:
         """Observe one attempt. Its end is reported once nothing of its TPU is left that should not be."""
-        local = self._local(handle)
+        local = self._local(handle.marker)
         if statuses is None or local.end() is not None:
             return self._settle(handle)
         step = self._step(statuses)
@@ -272,7 +268,7 @@ class TpuBackend(Backend):
     def _poll_workers(self, handle: Handle, node: Node) -> Observation:
         """Observe the agents on a TPU that is up."""
         self.check_installed()  # what is missing here says nothing about whether it boots
-        local, location = self._local(handle), TpuLocation.parse(handle.native_id)
+        local, location = self._local(handle.marker), TpuLocation.parse(handle.native_id)
         started = local.started or not location.is_made_for(handle.marker)
         try:
             inner = self._pods.on(node)
@@ -314,12 +310,12 @@ class TpuBackend(Backend):
 
     def _over(self, handle: Handle, end: Observation) -> Observation:
         """Record the end of the attempt, and clean up."""
-        self._local(handle).record_end(handle, replace(end, ended_at=end.ended_at or time.time()))
+        self._local(handle.marker).record_end(handle, replace(end, ended_at=end.ended_at or time.time()))
         return self._settle(handle)
 
     def _settle(self, handle: Handle) -> Observation:
         timeout_s = self.settings.options.delete_timeout
-        return Teardown(self.cluster.name, timeout_s, self.api, self._pods).settle(self._local(handle), handle)
+        return Teardown(self.cluster.name, timeout_s, self.api, self._pods).settle(self._local(handle.marker), handle)
 
     # -- logs
 
@@ -327,11 +323,11 @@ class TpuBackend(Backend):
         """Return this machine, and the copy of the attempt's directory, which is made before the TPU is deleted."""
         from orc.launchers.remote.transport import LocalTransport
 
-        return LocalTransport(), self._local(handle).attempt_directory
+        return LocalTransport(), self._local(handle.marker).attempt_directory
 
     def _pod(self, handle: Handle) -> SshBackend | None:
         """Return the pod that has the attempt's files; `None` when they have been copied here."""
-        return None if self._local(handle).has_logs else self._reachable(handle)
+        return None if self._local(handle.marker).has_logs else self._reachable(handle)
 
     def log_selectors(self, handle: Handle) -> list[LogSelector]:
         """Return the logs on the workers, or in the copy."""
@@ -387,7 +383,7 @@ class TpuBackend(Backend):
         raise_unreached({marker: error for marker, error in results.items() if isinstance(error, LaunchError)})
 
     def _cancel(self, handle: Handle, statuses: Sequence[ZoneStatus], grace: timedelta) -> None:
-        local, step = self._local(handle), self._step(statuses)
+        local, step = self._local(handle.marker), self._step(statuses)
         if local.end() is not None:
             return
         own = TpuLocation.parse(handle.native_id).is_made_for(handle.marker)
@@ -451,7 +447,7 @@ class TpuBackend(Backend):
 
     def _statuses(self, handles: Sequence[Handle], *, anew: bool = False) -> dict[str, list[ZoneStatus]]:
         """Return the statuses of attempts by their markers: of the own zone alone where the TPU is there."""
-        local = {handle.marker: self._local(handle) for handle in handles}
+        local = {handle.marker: self._local(handle.marker) for handle in handles}
         zones = {marker: state.zone for marker, state in local.items()}
         locations = {handle.marker: TpuLocation.parse(handle.native_id) for handle in handles}
         found = self._poller.statuses(locations, zones, anew=anew)
@@ -464,10 +460,7 @@ class TpuBackend(Backend):
         limit = self.settings.options.provision_timeout
         return lifecycle.next_step(statuses, now=time.time(), provision_timeout_s=limit)
 
-    def _local(self, handle: Handle) -> LocalState:
-        return self._local_of(handle.marker)
-
-    def _local_of(self, marker: str) -> LocalState:
+    def _local(self, marker: str) -> LocalState:
         from orc.launchers.backends.tpu.local_state import LocalState
 
         return LocalState(directory_of(self.cluster, request.tpu_id(marker), self._given_state_dir), marker)

@@ -256,17 +256,13 @@ class TpuApi:
         try:
             yield
         except auth.DefaultCredentialsError:
-            raise BackendError(
-                "there are no Google Cloud credentials on this machine",
-                where=self.options.project,
-                hint="Run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS.",
-            ) from None
+            what = "there are no Google Cloud credentials on this machine"
+            hint = "Run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS."
+            raise BackendError(what, where=self.options.project, hint=hint) from None
         except auth.GoogleAuthError as error:
-            raise BackendError(
-                f"Google Cloud does not take the credentials: {_first_line(error)}",
-                where=self.options.project,
-                hint="Have they expired? `gcloud auth application-default login` renews them.",
-            ) from None
+            what = f"Google Cloud does not take the credentials: {_first_line(error)}"
+            hint = "Have they expired? `gcloud auth application-default login` renews them."
+            raise BackendError(what, where=self.options.project, hint=hint) from None
         except e.AlreadyExists as error:
             raise AlreadyExists(error.message, where=where) from None
         except e.ResourceExhausted as error:

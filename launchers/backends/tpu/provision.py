@@ -71,11 +71,9 @@ def require_own(statuses: Sequence[ZoneStatus], marker: str) -> None:
     for status in statuses:
         owner = status.queued or status.node
         if owner is not None and status.labels.get(MARKER) != tpu_id(marker):
-            raise BackendError(
-                f"{owner.name} exists, and is not of this attempt: it lacks the label {MARKER}",
-                where=marker,
-                hint="Delete it, and submit the job again.",
-            )
+            what = f"{owner.name} exists, and is not of this attempt: it lacks the label {MARKER}"
+            hint = "Delete it, and submit the job again."
+            raise BackendError(what, where=marker, hint=hint)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import posixpath
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orc.launchers.backends.base import Placement
+from orc.launchers.backends.base import Placement, refuse_range
 from orc.launchers.backends.ssh.rendering import render_plan as render_on_hosts
 from orc.launchers.backends.ssh.settings import read_settings as read_ssh_settings
 from orc.launchers.backends.tpu import accelerators, request
@@ -46,31 +46,20 @@ def render_plan(job: JobSpec, snapshot: Snapshot, attempt: AttemptId, cluster: C
 
 def slice_of(job: JobSpec, options: Options) -> accelerators.Slice:
     """Return the slice that *job* runs on. Raises `RenderError`."""
-    fewest, most = job.resources.min_nodes, job.resources.max_nodes
-    if fewest != most:
-        raise RenderError(
-            f"resources.nodes = {job.resources.nodes}: a TPU has a fixed number of worker machines",
-            where=job.name,
-            hint=f"Write nodes: {most}, or leave it out to use all workers of the accelerator type.",
-        )
+    refuse_range(job, "a TPU has a fixed number of worker machines")
+    most = job.resources.max_nodes
     if job.resources.gpus_per_node:
         raise RenderError("resources.gpus_per_node: TPUs have no GPUs", where=job.name, hint="Remove it.")
     try:
         # One node is what a job asks for that says nothing: all the workers there are.
         shape = accelerators.for_hosts(options.accelerator_type, most if most > 1 else None)
     except ValueError as error:
-        raise RenderError(
-            f"resources.nodes: {error}",
-            where=job.name,
-            hint="Leave `nodes` out to use all workers, or set accelerator_type to a generation such as v4.",
-        ) from None
+        hint = "Leave `nodes` out to use all workers, or set accelerator_type to a generation such as v4."
+        raise RenderError(f"resources.nodes: {error}", where=job.name, hint=hint) from None
     if shape.hosts > 1 and (written := [disk.source for disk in options.data_disks if disk.mode == "read_write"]):
-        raise RenderError(
-            f"data_disks: {written[0]} is read_write, and {shape.accelerator_type} has {shape.hosts} machines: only "
-            "one can write to a disk",
-            where=job.name,
-            hint="Write mode: read_only, or take a type with one machine.",
-        )
+        what = f"data_disks: {written[0]} is read_write, and {shape.accelerator_type} has {shape.hosts} machines: "
+        what += "only one can write to a disk"
+        raise RenderError(what, where=job.name, hint="Write mode: read_only, or take a type with one machine.")
     return shape
 
 
@@ -83,18 +72,12 @@ def _processes(job: JobSpec, shape: accelerators.Slice) -> int | None:
     wanted = (job.launcher.kind, options.get("processes", "chip"), options.get("device", "TPU"))
     if wanted != ("xla", "chip", "TPU"):
         return asked
+    kind, chips = shape.accelerator_type, shape.chips_per_host
     if shape.cores_per_chip > 1:
-        raise RenderError(
-            f"a chip of {shape.accelerator_type} is two devices, which one process per chip cannot train on",
-            where=job.name,
-            hint="Write `launcher: {kind: xla, options: {processes: host}}`.",
-        )
-    chips = shape.chips_per_host
+        what = f"a chip of {kind} is two devices, which one process per chip cannot train on"
+        raise RenderError(what, where=job.name, hint="Write `launcher: {kind: xla, options: {processes: host}}`.")
     if asked is None or asked == chips or (asked == 1 and shape.hosts == 1):
         return asked or chips
-    raise RenderError(
-        f"resources.procs_per_node = {asked}: a machine of {shape.accelerator_type} has {chips} "
-        f"chip{'s' if chips > 1 else ''}, and torch_xla uses all of them, or one of a single machine",
-        where=job.name,
-        hint="Leave `procs_per_node` out: it is one process for each chip.",
-    )
+    what = f"resources.procs_per_node = {asked}: a machine of {kind} has {chips} chip{'s' if chips > 1 else ''}, and "
+    what += "torch_xla uses all of them, or one of a single machine"
+    raise RenderError(what, where=job.name, hint="Leave `procs_per_node` out: it is one process for each chip.")

@@ -289,17 +289,13 @@ def _public_key(options: Options, document: Document) -> str | None:
     try:
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(
-            f"ssh_key: its public half {file} cannot be read: {getattr(error, 'strerror', None) or error}",
-            where=document.origin(("ssh_key",)).where,
-            hint=f"Make one: ssh-keygen -t ed25519 -f {options.ssh_key}",
-        ) from None
+        what = f"ssh_key: its public half {file} cannot be read: {getattr(error, 'strerror', None) or error}"
+        hint = f"Make one: ssh-keygen -t ed25519 -f {options.ssh_key}"
+        raise SpecError(what, where=document.origin(("ssh_key",)).where, hint=hint) from None
     if not re.fullmatch(r"(?:ssh|ecdsa|sk)-\S+ [A-Za-z0-9+/=]+(?: [^\n]*)?", text):
         raise SpecError(f"ssh_key: {file} does not hold a public key", where=document.origin(("ssh_key",)).where)
     if options.user is None:
-        raise SpecError(
-            "ssh_key: the key belongs to a user of the workers, and none is named",
-            where=document.origin(("ssh_key",)).where,
-            hint="Set `user:` to the name that logs in.",
-        )
+        what = "ssh_key: the key belongs to a user of the workers, and none is named"
+        hint = "Set `user:` to the name that logs in."
+        raise SpecError(what, where=document.origin(("ssh_key",)).where, hint=hint)
     return text

@@ -81,11 +81,9 @@ def open_workers(api: TpuApi, settings: Settings, node: Node, directory: Path) -
         keys = api.host_keys(node)
         for machine, own in zip(machines, keys, strict=True):
             if not _plain(own):
-                raise BackendUnreachable(
-                    f"{machine.name} has not published its host keys yet",
-                    where=node.name,
-                    hint="They are guest attributes: does the project or the metadata forbid enable-guest-attributes?",
-                )
+                what = f"{machine.name} has not published its host keys yet"
+                hint = "They are guest attributes: does the project or the metadata forbid enable-guest-attributes?"
+                raise BackendUnreachable(what, where=node.name, hint=hint)
         _write(directory / "known_hosts", known_hosts(node, machines, keys))
         _write(config, ssh_config(node, machines, settings.options, directory / "known_hosts"))
         _write(known, json.dumps(this))

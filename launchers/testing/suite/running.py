@@ -185,7 +185,7 @@ def test_a_job_that_ends_well_leaves_nothing_in_the_background(run: RunJob) -> N
         subprocess.Popen(["sleep", "600"])
         subprocess.Popen(["sleep", "600"], start_new_session=True)
         print("done")
-        """,
+        """
     )
     assert seen.phase is Phase.SUCCEEDED
     assert job.log(0) == "done\n"

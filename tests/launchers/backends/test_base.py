@@ -5,12 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from orc.launchers.backends.base import Backend, Handle, cancel_request, require_secrets
+from orc.launchers.backends.base import Backend, Handle, require_secrets
 from orc.launchers.backends.sagemaker import SagemakerBackend
 from orc.launchers.errors import BackendError
 from orc.launchers.ids import AttemptId
@@ -86,11 +85,6 @@ def test_a_secret_without_a_value_is_named_and_the_others_are_left_out() -> None
         require_secrets(plan, {"TOKEN": "t"})
     values: Mapping[str, str] = {"TOKEN": "t", "KEY": "k", "OTHER": "o"}
     assert require_secrets(plan, values) == {"TOKEN": "t", "KEY": "k"}
-
-
-def test_a_request_to_cancel_has_the_grace_in_seconds() -> None:
-    request = cancel_request(timedelta(minutes=2))
-    assert (request["grace_s"], request["reason"]) == (120.0, "cancelled")
 
 
 @pytest.mark.parametrize(("kind", "options"), [("local", {}), ("ssh", {"hosts": ["a"]})])

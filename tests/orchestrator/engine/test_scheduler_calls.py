@@ -33,9 +33,7 @@ def scheduler(orc_home: Path, tmp_path: Path) -> Path:
     programs.mkdir()
     now = int(time.time())
     rows = {
-        "squeue": [
-            f"{n}|orc-many-{n:06d}-a1|RUNNING|{now}|{now}|{now + 999}|30:00|n1|cpu|1|None" for n in range(QUEUED)
-        ],
+        "squeue": [f"{n}|orc-many-{n:06d}-a1|RUNNING|{now}|{now}|{now}|30:00|n1|cpu|1|None" for n in range(QUEUED)],
         "sacct": [f"{n}|orc-many-{n:06d}-a1|COMPLETED|{now}|{now}|{now}|00:30:00|n1|0:0|" for n in range(QUEUED, JOBS)],
     }
     for name, lines in rows.items():

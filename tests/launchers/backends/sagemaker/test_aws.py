@@ -16,7 +16,6 @@ from sagemaker_testbed import ACCOUNT, BUCKET, REGION, ROLE, SagemakerTestbed
 
 from orc.launchers.backends.base import Cause, Handle, LogSelector, Phase, Snapshot
 from orc.launchers.backends.sagemaker import SagemakerBackend, training_job
-from orc.launchers.backends.sagemaker.images import Image
 from orc.launchers.backends.sagemaker.rendering import request_of
 from orc.launchers.errors import AmbiguousSubmit, BackendError, PartlyUnreachable
 from orc.launchers.ids import AttemptId, new_job_id
@@ -364,11 +363,6 @@ def test_a_training_job_is_handed_back_as_an_object_of_the_sdk(sagemaker, backen
     assert job.training_job_status == "Stopped"
     with pytest.raises(BackendError, match="there is no training job nothing in "):
         training_job(here.cluster, "nothing")
-
-
-def test_an_image_that_the_table_does_not_know_comes_from_the_sdk(backend) -> None:
-    asked = Image("1.6.0", None, "py3", True, "ml.p3.2xlarge", REGION)
-    assert backend().aws.image(asked).endswith("/pytorch-training:1.6.0-gpu-py3")
 
 
 def test_a_role_that_sagemaker_may_not_assume_is_named(sagemaker, backend, snapshot) -> None:

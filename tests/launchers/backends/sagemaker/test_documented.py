@@ -10,14 +10,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from orc.launchers.backends.sagemaker.estimators import load_estimator
-from orc.launchers.backends.sagemaker.settings import (
-    ALIASES,
-    CLUSTER_KEYS,
-    ELSEWHERE,
-    JOB_KEYS,
-    REFUSED,
-    read_settings,
-)
+from orc.launchers.backends.sagemaker.settings import ALIASES, CLUSTER_KEYS, ELSEWHERE, JOB_KEYS, REFUSED, read_settings
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 

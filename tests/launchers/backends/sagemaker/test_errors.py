@@ -137,13 +137,6 @@ def test_a_connection_that_breaks_after_the_request_leaves_doubt(aws, service) -
         create(service)
 
 
-def test_creating_a_job_is_one_call_with_exactly_the_request(aws, service) -> None:
-    aws[0].answers = [(200, "", json.dumps({"TrainingJobArn": "arn:x"}))]
-    create(service)
-    assert aws[0].asked == ["CreateTrainingJob"]
-    assert aws[0].bodies == [REQUEST]
-
-
 def test_throttling_is_waited_out(aws, service) -> None:
     slow = (400, "ThrottlingException", "Rate exceeded")
     aws[0].answers = [slow, slow, (200, "", json.dumps({"TrainingJobSummaries": []}))]

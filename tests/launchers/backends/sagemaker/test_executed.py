@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from polling import polls
 from sagemaker_testbed import BUCKET, SagemakerTestbed
 
 from orc.launchers.backends import open_backend
-from orc.launchers.backends.base import Backend, Cause, Handle, LogSelector, Observation, Phase, Snapshot
+from orc.launchers.backends.base import Cause, Phase, Snapshot
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
+from orc.launchers.testing.jobs import Job
 
 # Containers start slowly beside other tests: what limits these is what they wait for.
 pytestmark = [pytest.mark.xdist_group("sagemaker"), pytest.mark.timeout(500)]
@@ -40,32 +40,8 @@ while not count:
 """
 
 
-class Run:
-    """One attempt on the testbed."""
-
-    def __init__(self, backend: Backend, handle: Handle) -> None:
-        self.backend = backend
-        self.handle = handle
-
-    def log(self, rank: int | None = None, node: int | None = None) -> str:
-        chunks = self.backend.logs(self.handle, LogSelector(rank=rank, node=node))
-        return b"".join(chunk.data for chunk in chunks).decode()
-
-    def until(self, done: Callable[[Observation], bool], timeout_s: float = 240) -> Observation:
-        for _ in polls(timeout_s):
-            if done(seen := self.backend.poll([self.handle])[self.handle]):
-                return seen
-        raise AssertionError(f"{seen}\n{self.log(node=0)}")
-
-    def until_log(self, rank: int, text: str) -> None:
-        self.until(lambda _: text in self.log(rank))
-
-    def wait(self) -> Observation:
-        return self.until(lambda seen: seen.phase.ended)
-
-
 @pytest.fixture
-def start(sagemaker: SagemakerTestbed, orc_home: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def start(sagemaker: SagemakerTestbed, orc_home: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """``start(source, nodes=2, options={...}, **spec)``: submitted."""
     backends: list[Any] = []
 
@@ -76,7 +52,7 @@ def start(sagemaker: SagemakerTestbed, orc_home: Path, tmp_path: Path) -> Iterat
         options: Mapping[str, Any] | None = None,
         secrets: Mapping[str, str] | None = None,
         **spec: Any,
-    ) -> Run:
+    ) -> Job:
         cluster = Cluster(name="sagemaker", kind="sagemaker", options=sagemaker.options(**(options or {})))
         backend = open_backend(cluster)
         backends.append(backend)
@@ -87,7 +63,7 @@ def start(sagemaker: SagemakerTestbed, orc_home: Path, tmp_path: Path) -> Iterat
         data.update({"secrets": list(secrets or {}), **spec})
         plan = backend.render(JobSpec.model_validate(data), snapshot, AttemptId(new_job_id("executed"), 1))
         backend.stage(snapshot, plan)
-        return Run(backend, backend.submit(plan, secrets or {}))
+        return Job(backend, plan, lambda plan, path: [], secrets or {}).submit()
 
     yield start
     for backend in backends:
@@ -101,13 +77,13 @@ def need_mpirun() -> None:
 
 
 def test_after_a_spot_interruption_the_ranks_go_on_from_what_is_in_s3(
-    sagemaker: SagemakerTestbed, start: Callable[..., Run]
+    sagemaker: SagemakerTestbed, start: Callable[..., Job]
 ) -> None:
     run = start(COUNTS, nodes=2, options={"use_spot_instances": True, "max_wait": 86400})
     for rank in (0, 1):
         run.until_log(rank, "begins at 0")
     sagemaker.interrupt(run.handle.native_id)
-    seen = run.wait()
+    seen = run.wait(240)
     assert seen.phase is Phase.SUCCEEDED, run.log(node=0)
     assert seen.restarts == 1
     assert [run.log(rank) for rank in (0, 1)] == ["begins at 0, restart 0\nsaved\nbegins at 1, restart 1\n"] * 2
@@ -122,7 +98,7 @@ def test_after_a_spot_interruption_the_ranks_go_on_from_what_is_in_s3(
 
 
 def test_the_failing_rank_is_in_sagemakers_own_failure_reason(
-    sagemaker: SagemakerTestbed, start: Callable[..., Run]
+    sagemaker: SagemakerTestbed, start: Callable[..., Job]
 ) -> None:
     source = """
     import os, time
@@ -131,7 +107,7 @@ def test_the_failing_rank_is_in_sagemakers_own_failure_reason(
     time.sleep(600)
     """
     run = start(source, nodes=2)
-    seen = run.wait()
+    seen = run.wait(240)
     assert (seen.phase, seen.cause) == (Phase.FAILED, Cause.CRASH)
     assert "rank 1 on algo-2 exited with 1" in seen.reason
     described = sagemaker.client("sagemaker").describe_training_job(TrainingJobName=run.handle.native_id)
@@ -141,28 +117,28 @@ def test_the_failing_rank_is_in_sagemakers_own_failure_reason(
     assert len(reason) < 1024 + 60
 
 
-def test_mpirun_starts_ranks_on_all_hosts_without_any_ssh(need_mpirun: None, start: Callable[..., Run]) -> None:
+def test_mpirun_starts_ranks_on_all_hosts_without_any_ssh(need_mpirun: None, start: Callable[..., Job]) -> None:
     source = """
     import os, socket
     print(os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "on", socket.gethostname())
     """
     run = start(source, nodes=2, launcher="mpirun")
-    assert run.wait().phase is Phase.SUCCEEDED, run.log(node=0)
+    assert run.wait(240).phase is Phase.SUCCEEDED, run.log(node=0)
     assert [run.log(rank) for rank in (0, 1)] == ["0 of 2 on algo-1\n", "1 of 2 on algo-2\n"]
 
 
 def test_a_secret_is_in_no_object_once_the_job_has_ended(
-    sagemaker: SagemakerTestbed, start: Callable[..., Run]
+    sagemaker: SagemakerTestbed, start: Callable[..., Job]
 ) -> None:
     run = start("import os; print(len(os.environ['TOKEN']))", secrets={"TOKEN": "sehr-geheim-4711"})
-    assert run.wait().phase is Phase.SUCCEEDED, run.log(node=0)
+    assert run.wait(240).phase is Phase.SUCCEEDED, run.log(node=0)
     assert run.log(0) == "16\n"
     s3 = sagemaker.client("s3")
     for key in sagemaker.keys(f"orc/jobs/{AttemptId.from_marker(run.handle.marker).job}"):
         assert b"sehr-geheim-4711" not in s3.get_object(Bucket=BUCKET, Key=key)["Body"].read(), key
 
 
-def test_the_variables_of_a_container_reach_the_ranks(start: Callable[..., Run]) -> None:
+def test_the_variables_of_a_container_reach_the_ranks(start: Callable[..., Job]) -> None:
     source = """
     import json, os, pathlib
     names = ("SM_CURRENT_HOST", "SM_HOSTS", "SM_HP_LR", "SM_CHANNELS", "GLOO_SOCKET_IFNAME", "MINE")
@@ -170,7 +146,7 @@ def test_the_variables_of_a_container_reach_the_ranks(start: Callable[..., Run])
     pathlib.Path(os.environ["SM_MODEL_DIR"], "weights").write_text("w")
     """
     run = start(source, args={"lr": 0.1}, options={"environment": {"MINE": "set on the cluster"}})
-    seen = run.wait()
+    seen = run.wait(240)
     assert seen.phase is Phase.SUCCEEDED, run.log(node=0)
     assert json.loads(run.log(0)) == {
         "SM_CURRENT_HOST": "algo-1",

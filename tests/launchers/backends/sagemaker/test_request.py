@@ -14,6 +14,7 @@ from golden_plans import compare
 from orc.launchers.backends import open_backend
 from orc.launchers.backends.base import Snapshot
 from orc.launchers.backends.sagemaker.names import MAX_NAME, partition_of, training_job_name
+from orc.launchers.backends.sagemaker.rendering import checkpoints_of, hyperparameters
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
 from orc.launchers.snapshot.manifest import Bundle
@@ -75,9 +76,7 @@ EVERYTHING = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "smallest": {},
-    "documented": {
-        "args": ["--epochs", "3", "--fp16", "True"],
-    },
+    "documented": {"args": ["--epochs", "3", "--fp16", "True"]},
     "two-nodes": {
         "resources": {"nodes": 2, "procs_per_node": 2, "time": "1:00:00"},
         "secrets": ["WANDB_API_KEY"],
@@ -95,7 +94,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                 "EnableMultipleJobs": True,
                 "PlacementSpecifications": [{"UltraServerId": "u-1", "InstanceCount": 1}],
             },
-        },
+        }
     },
     "mpi": {
         "own": {"distribution": {"mpi": {"enabled": True, "processes_per_host": 4, "custom_mpi_options": "-x A -x B"}}},
@@ -114,26 +113,6 @@ def shaped(documented) -> Any:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_plan_is_what_its_golden_file_says(shape, plan, shaped) -> None:
     compare(f"sagemaker/{shape}.json", plan(**shaped(shape)))
-
-
-def test_the_documented_example_is_the_job_that_it_describes(plan, request_for, agents_for, shaped) -> None:
-    made = request_for(**shaped("documented"))
-    assert made["ResourceConfig"] == {"InstanceType": "ml.p3.16xlarge", "InstanceCount": 1, "VolumeSizeInGB": 30}
-    assert made["RoleArn"].endswith(":role/xxxxx")
-    assert made["AlgorithmSpecification"]["TrainingImage"].endswith(
-        "huggingface-pytorch-training:1.10.2-transformers4.17.0-gpu-py38-cu113-ubuntu20.04"
-    )
-    assert made["TrainingJobName"] == "accelerate-sagemaker-1-k3f9a2-a1"
-    assert made["HyperParameters"] == {"epochs": "3", "fp16": "True"}
-    assert made["EnableManagedSpotTraining"] is True
-    assert made["EnableNetworkIsolation"] is True
-    assert made["StoppingCondition"] == {"MaxRuntimeInSeconds": 86400, "MaxWaitTimeInSeconds": 86400}
-    agents = agents_for(**shaped("documented"))
-    assert agents["nproc"] == 8
-    assert agents["env"]["ORC_COLLECTIVES"] == "smddp"
-    assert agents["env"]["ORC_MIXED_PRECISION"] == "fp16"
-    assert agents["command"]["program"][-4:] == ["--epochs", "3", "--fp16", "True"]
-    assert plan(**shaped("documented")).commands[0].purpose == "start it in us-east-1"
 
 
 def test_rendering_gives_the_same_bytes_and_holds_no_secret(plan) -> None:
@@ -298,12 +277,7 @@ REFUSALS = {
     "warm spot": ({"use_spot_instances": True, "keep_alive_period_in_seconds": 60}, {}, {}, "exclude each other"),
     "own disks": ({"instance_type": "ml.g5.xlarge", "volume_kms_key": "k"}, {}, {}, "Leave volume_kms"),
     "a registry without a VPC": ({"training_repository_access_mode": "Vpc"}, {}, {}, "from a VPC alone"),
-    "many variables": (
-        {"environment": {f"A{n}": "x" for n in range(100)}},
-        {},
-        {},
-        "it takes 100 at most",
-    ),
+    "many variables": ({"environment": {f"A{n}": "x" for n in range(100)}}, {}, {}, "it takes 100 at most"),
     "a month": ({}, {}, {"resources": {"time": "29d"}}, "28 days"),
     "secrets without a network": (
         {"enable_network_isolation": True},
@@ -363,3 +337,61 @@ def test_the_partition_of_a_region_is_the_one_that_botocore_knows() -> None:
     }
     assert len(regions) > 30
     assert {region: partition_of(region) for region in regions} == regions
+
+
+def test_the_checkpoints_of_a_job_are_in_s3_and_a_directory_of_its_own_beside_its_records(cluster, job) -> None:
+    place = "s3://my-bucket/orc/jobs/digits-k3f9a2/checkpoints"
+    assert checkpoints_of(job(), "digits-k3f9a2", cluster()) == place
+    own = job(checkpoint={"dir": "mine"})
+    assert checkpoints_of(own, "digits-k3f9a2", cluster()) == f"{place}/.orc/digits-k3f9a2/mine"
+
+
+# -- arguments that are hyperparameters, and arguments that cannot be
+
+
+def read(*argv: str) -> dict[str, str]:
+    return hyperparameters(argv, "digits: args")
+
+
+def test_named_arguments_become_texts_and_booleans_are_explicit() -> None:
+    assert read("--epochs", "3", "--fp16", "True") == {"epochs": "3", "fp16": "True"}
+
+
+def test_both_spellings_of_a_value_and_negative_numbers_are_understood() -> None:
+    assert read("--lr=0.1", "--shift", "-1e-3", "-b", "32", "--empty=") == {
+        "lr": "0.1",
+        "shift": "-1e-3",
+        "b": "32",
+        "empty": "",
+    }
+
+
+def test_no_arguments_are_no_hyperparameters() -> None:
+    assert read() == {}
+
+
+@pytest.mark.parametrize("argv", [["--flag"], ["--epochs", "3", "--flag"], ["--flag", "--epochs", "3"]])
+def test_a_bare_flag_is_refused_with_what_to_write(argv) -> None:
+    with pytest.raises(RenderError, match="the flag --flag has no value") as caught:
+        read(*argv)
+    assert "--flag True" in caught.value.hint
+    assert "arguments: plain" in caught.value.hint
+    assert caught.value.where == "digits: args"
+
+
+@pytest.mark.parametrize("argv", [["value"], ["--epochs", "3", "value"], ["--", "value"]])
+def test_a_positional_is_refused(argv) -> None:
+    with pytest.raises(RenderError, match="has no name") as caught:
+        read(*argv)
+    assert "--name value" in caught.value.hint
+
+
+def test_several_values_of_one_name_are_refused_with_a_way_out() -> None:
+    with pytest.raises(RenderError) as caught:
+        read("--tags", "a", "b")
+    assert "--tags a,b" in caught.value.hint
+
+
+def test_a_name_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(RenderError, match="--tag is given twice"):
+        read("--tag", "a", "--tag=b")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from golden_plans import SNAPSHOT
-from polling import polls
 from slurm_testbed import SlurmTestbed
 
-from orc.launchers.backends.base import Handle, LogSelector, Observation, Phase, Snapshot
+from orc.launchers.backends.base import Observation, Phase, Snapshot
 from orc.launchers.backends.slurm import SlurmBackend
 from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.paths import state_dir
@@ -22,59 +19,33 @@ from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
+from orc.launchers.testing.jobs import Job
 
 
-@dataclasses.dataclass
-class Run:
-    """One attempt, prepared or submitted."""
+class Run(Job):
+    """One attempt, prepared or submitted; what ran in the PID namespace of a node is not looked for here."""
 
     backend: SlurmBackend
-    plan: Plan
-    secrets: Mapping[str, str]
-    handle: Handle | None = None
 
     @property
-    def directory(self) -> Path:
+    def directory(self) -> Path:  # type: ignore[override]
         return Path(str(self.backend.layout.attempt(self.plan.attempt)))
 
-    def submit(self) -> Run:
-        self.handle = self.backend.submit(self.plan, self.secrets)
-        return self
-
-    def poll(self) -> Observation:
-        assert self.handle is not None
-        return self.backend.poll([self.handle])[self.handle]
-
-    def until(self, *phases: Phase, timeout_s: float = 60, restarts: int = 0) -> Observation:
-        for _ in polls(timeout_s):
-            seen = self.poll()
-            if seen.phase in phases and seen.restarts >= restarts:
-                return seen
-            if seen.phase.ended:
-                break
-        raise AssertionError(f"waited for {phases}, restarts {restarts}, saw {seen}\n{self.everything()}")
+    def awaited(self, *phases: Phase, timeout_s: float = 60, restarts: int = 0) -> Observation:
+        """Wait for one of *phases*, which no end comes before."""
+        seen = self.until(lambda o: o.phase.ended or (o.phase in phases and o.restarts >= restarts), timeout_s)
+        assert seen.phase in phases, f"waited for {phases}, restarts {restarts}, saw {seen}\n{self.everything()}"
+        return seen
 
     def ended(self, timeout_s: float = 90) -> Observation:
-        return self.until(Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED, Phase.LOST, timeout_s=timeout_s)
+        return self.until(lambda seen: seen.phase.ended, timeout_s)
 
     def until_said(self, text: str, rank: int = 0, timeout_s: float = 60) -> None:
-        for _ in polls(timeout_s):
-            if text in self.log(rank):
-                return
-            assert not self.poll().phase.ended, self.everything()
-        raise AssertionError(f"rank {rank} did not say {text!r}\n{self.everything()}")
-
-    def log(self, rank: int) -> str:
-        assert self.handle is not None
-        return b"".join(c.data for c in self.backend.logs(self.handle, LogSelector(rank=rank))).decode()
-
-    def cancel(self, grace_s: float) -> None:
-        assert self.handle is not None
-        self.backend.cancel([self.handle], timedelta(seconds=grace_s))
+        self.until(lambda seen: text in self.log(rank) or seen.phase.ended, timeout_s)
+        assert text in self.log(rank), f"rank {rank} did not say {text!r}\n{self.everything()}"
 
     def everything(self) -> str:
-        logs = sorted((self.directory / "logs").glob("*"))
-        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in logs)
+        return "\n".join(f"--- {name}\n{text}" for name, text in self.all_logs().items())
 
 
 class Runs:
@@ -107,10 +78,12 @@ class Runs:
     def prepare(self, script: str, *, secrets: Mapping[str, str] | None = None, **more: Any) -> Run:
         backend, plan, snapshot = self.render(script, secrets=list(secrets or {}), **more)
         backend.stage(snapshot)
-        return Run(backend, plan, secrets or {})
+        return Run(backend, plan, lambda plan, path: [], secrets or {})
 
     def start(self, script: str, **spec: Any) -> Run:
-        return self.prepare(script, **spec).submit()
+        run = self.prepare(script, **spec)
+        run.submit()
+        return run
 
 
 @pytest.fixture

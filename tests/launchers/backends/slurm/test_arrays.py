@@ -12,14 +12,9 @@ import pytest
 from slurm_testbed import eventually
 
 from orc.launchers.backends import open_backend
-from orc.launchers.backends.base import (
-    Handle,
-    Phase,
-    SupportsArrays,
-)
+from orc.launchers.backends.base import Handle, Phase, SupportsArrays
 from orc.launchers.backends.slurm import SlurmBackend, arrays
 from orc.launchers.errors import AmbiguousSubmit, BackendError
-from orc.launchers.paths import Layout
 from orc.launchers.plan import Plan
 from orc.launchers.spec.clusters import Cluster
 
@@ -59,12 +54,6 @@ def test_the_command_line_says_what_the_array_is() -> None:
     assert arrays.array_options("orc-array-1", 1, None, "/a")[0] == "--array=0-0"
 
 
-def test_the_same_attempts_make_the_same_array() -> None:
-    assert arrays.array_name(["a", "b"]) == arrays.array_name(["a", "b"])
-    assert arrays.array_name(["a", "b"]) != arrays.array_name(["b", "a"])
-    assert str(arrays.array_dir(Layout.at("/r"), "orc-array-1")) == "/r/arrays/orc-array-1"
-
-
 def test_attempts_that_ask_for_different_things_make_no_array(plan_of) -> None:
     arrays.check_alike([plan_of(), another(plan_of())])
     with pytest.raises(BackendError, match=re.escape("asks for --nodes=2-4, not for --nodes=1")):
@@ -74,11 +63,6 @@ def test_attempts_that_ask_for_different_things_make_no_array(plan_of) -> None:
 @pytest.mark.parametrize("record", [b"", b"{", b"[]", b'{"elements": 3}', b'{"elements": [{"array": "x"}]}'])
 def test_a_broken_record_names_no_element(record: bytes) -> None:
     assert arrays.elements_of(record) == []
-
-
-def test_records_are_read_as_they_were_written() -> None:
-    elements = [arrays.ArrayElement("orc-array-1", 3), arrays.ArrayElement("orc-array-2", 0)]
-    assert arrays.elements_of(arrays.record_of(elements)) == elements
 
 
 # -- handles

@@ -164,9 +164,8 @@ def test_a_job_that_the_controller_has_forgotten_is_not_an_error(programs: Progr
 
 
 def test_many_jobs_are_asked_for_at_once(programs: Programs, client: SlurmClient) -> None:
-    programs.say(
-        "squeue", out="\n".join(f"{n}|orc-{n}-a1|RUNNING|1|1|1|30:00|node1|cpu|1|None" for n in range(1, 1001))
-    )
+    rows = (f"{n}|orc-{n}-a1|RUNNING|1|1|1|30:00|node1|cpu|1|None" for n in range(1, 1001))
+    programs.say("squeue", out="\n".join(rows))
     assert len(client.queue(str(n) for n in range(1, 1001))) == 1000
     assert len(programs.called()) == 1
 

@@ -77,7 +77,7 @@ def test_the_job_sees_no_variable_of_the_submitting_shell_but_its_secrets(runs, 
 
 def test_secrets_do_not_outlive_agents_that_were_killed(runs) -> None:
     run = runs.start("import time; time.sleep(600)", secrets={"TOKEN": "s3cret"})
-    run.until(Phase.RUNNING)
+    run.awaited(Phase.RUNNING)
     assert (run.directory / "secrets.json").exists()
     runs.slurm.run("scancel", "--signal=KILL", "--full", run.handle.native_id)
     run.ended()
@@ -118,7 +118,7 @@ def test_what_slurm_refuses_is_refused_with_its_words_and_a_hint(runs, options, 
 def test_a_job_that_waits_says_why_and_whether_it_ever_ends(runs) -> None:
     run = runs.start(OK, resources={"nodes": 5})
     assert run.handle is not None
-    seen = run.until(Phase.PENDING)
+    seen = run.awaited(Phase.PENDING)
     eventually(lambda: "it may wait for ever" in run.poll().reason)
     assert seen.exit is None
     run.cancel(5)
@@ -127,7 +127,7 @@ def test_a_job_that_waits_says_why_and_whether_it_ever_ends(runs) -> None:
 
 def test_a_job_cancelled_while_waiting_never_runs(runs) -> None:
     run = runs.start(OK, resources={"options": {"slurm": {"begin": "now+1hour"}}})
-    assert run.until(Phase.PENDING).reason == "BeginTime"
+    assert run.awaited(Phase.PENDING).reason == "BeginTime"
     run.cancel(5)
     seen = run.ended()
     assert (seen.phase, seen.cause) == (Phase.CANCELLED, Cause.CANCELLED)
@@ -270,7 +270,7 @@ def test_many_attempts_are_polled_with_two_commands(runs, tmp_path) -> None:
 
 def test_a_reused_job_number_is_not_taken_for_ours(runs) -> None:
     run = runs.start(SLEEP)
-    run.until(Phase.RUNNING)
+    run.awaited(Phase.RUNNING)
     other = Handle("testbed", "slurm", "orc-other-a1", run.handle.native_id, time.time())
     assert run.backend.poll([other])[other].phase is Phase.UNKNOWN
     run.backend.cancel([other], timedelta(0))

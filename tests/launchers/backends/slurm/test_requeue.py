@@ -82,7 +82,7 @@ def test_a_preempted_job_is_requeued_by_slurm_and_resumes_under_the_same_handle(
     run.until_said("up", rank=0)
     run.until_said("up", rank=1)
     runs.slurm.preempt()
-    waiting = run.until(Phase.PENDING)
+    waiting = run.awaited(Phase.PENDING)
     assert waiting.restarts == 1
     seen = run.ended()
     assert (seen.phase, seen.restarts) == (Phase.SUCCEEDED, 1), run.everything()
@@ -174,7 +174,7 @@ def test_a_job_cancelled_between_two_runs_does_not_run_again(runs) -> None:
     run.until_said("up", rank=0)
     run.until_said("up", rank=1)
     runs.slurm.preempt(seconds=60)  # it is cancelled after the test
-    run.until(Phase.PENDING)
+    run.awaited(Phase.PENDING)
     run.cancel(5)
     assert run.ended().phase is Phase.CANCELLED
     eventually(lambda: runs.slurm.jobs(run.plan.marker)[0][1] == "CANCELLED")
@@ -198,7 +198,7 @@ def test_a_refused_job_is_not_adopted_although_its_row_stays(runs) -> None:
             for file in refused.plan.files
         ),
     )
-    seen = Run(refused.backend, plain, {}).submit().ended()
+    seen = Run(refused.backend, plain, refused.view).submit().ended()
     assert seen.phase is Phase.SUCCEEDED
 
 

@@ -1,4 +1,7 @@
-"""Single lines of the batch script, each in the words that Slurm and its plug-ins have for it."""
+"""Single lines of the batch script, each in the words that Slurm and its plug-ins have for it; and what cannot be one.
+
+What a job and its options cannot mean at the same time is refused, and both sides are named.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,10 @@ from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 
 
-def render(options: dict[str, Any], resources: dict[str, Any] | None = None, **job: Any) -> str:
-    backend = SlurmBackend(Cluster(name="hpc", kind="slurm", root="/shared/orc"))
+def render(
+    options: dict[str, Any], resources: dict[str, Any] | None = None, cluster: dict[str, Any] | None = None, **job: Any
+) -> str:
+    backend = SlurmBackend(Cluster(name="hpc", kind="slurm", **{"root": "/shared/orc", **(cluster or {})}))
     spec = {"name": "x", "script": "t.py", "resources": {**(resources or {}), "options": {"slurm": options}}, **job}
     return backend.render(JobSpec.model_validate(spec), SNAPSHOT, AttemptId("x-k3f9a2", 1)).files[1].content
 
@@ -96,19 +101,57 @@ def test_a_state_directory_of_several_lines_adds_no_directive(monkeypatch: pytes
         SlurmBackend(Cluster(name="here", kind="slurm"))
 
 
-@pytest.mark.parametrize("given", [True, "user", "mcs", "topo"])
-def test_whole_nodes_are_asked_for_in_each_form(given: Any) -> None:
-    assert ("--exclusive" if given is True else f"--exclusive={given}") in directives(render({"exclusive": given}))
-
-
-def test_generic_resources_in_one_text_go_behind_the_gpus() -> None:
-    script = render({"gres": "nvme:1,shard:2", "gpu_type": "a100"}, {"gpus_per_node": 2})
-    assert "--gres=gpu:a100:2,nvme:1,shard:2" in directives(script)
-
-
 def test_an_empty_list_asks_for_nothing() -> None:
     keys = ("partition", "exclude", "gres", "licenses", "mail_type", "export")
     made = directives(render({key: [] for key in keys}))
     assert "--export=NONE" in made
     assert not [line for line in made if line.startswith(("--partition", "--exclude", "--gres", "--lic", "--mail"))]
     assert "--nice=0" in directives(render({"nice": 0}))
+
+
+@pytest.mark.parametrize(
+    ("options", "resources", "words"),
+    [
+        ({"mem_per_cpu": "2G"}, {"memory": "16G"}, ["resources.memory", "mem_per_cpu"]),
+        ({"mem_per_cpu": "2G", "mem_per_gpu": "9G"}, {"gpus_per_node": 1}, ["mem_per_cpu", "mem_per_gpu"]),
+        ({"mem_per_cpu": "2G", "mem": 0}, {}, ["mem_per_cpu", "option mem "]),
+        ({"mem_per_gpu": "9G"}, {}, ["mem_per_gpu = 9G", "no GPUs"]),
+        ({"gpu_type": "a100"}, {}, ["gpu_type = a100", "no GPUs"]),
+        ({"gres": ["gpu:2"]}, {"gpus_per_node": 2}, ["resources.gpus_per_node", "gres"]),
+        ({"gres": "nvme:1,gpu:a100:2"}, {"gpus_per_node": 2}, ["resources.gpus_per_node", "gres"]),
+        ({"gres": "gres/gpu:2"}, {"gpus_per_node": 2}, ["resources.gpus_per_node", "gres"]),
+        ({"extra": {"tres-per-node": "gres/gpu:2"}}, {"gpus_per_node": 2}, ["--tres-per-node (under extra)"]),
+        ({"nodelist": "n[1-3]", "exclude": ["n7", "n2"]}, {"nodes": 4}, ["n2 is in nodelist and in exclude"]),
+        (
+            {"gpus_as": "gpus-per-task"},
+            {"nodes": "1:2", "gpus_per_node": 1},
+            ["gpus-per-task", "resources.nodes is 1:2"],
+        ),
+        ({"nodelist": "n[1-3]"}, {"nodes": 2}, ["nodelist names 3 nodes", "resources.nodes is 2"]),
+        ({"exclusive": True, "extra": ["--oversubscribe"]}, {}, ["exclusive and --oversubscribe"]),
+        ({"container_mounts": ["/data"]}, {}, ["container_mounts is given, but no container_image"]),
+    ],
+)
+def test_both_sides_are_named(options: dict[str, Any], resources: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(RenderError) as caught:
+        render(options, resources)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ({"environment": {"container": "pytorch:2"}}, ["container_image and `environment: container`"]),
+        ({"root": "~/orc", "options": {"login": "nowhere.invalid"}}, ["absolute path", "~/orc"]),
+    ],
+)
+def test_a_container_of_slurm_needs_its_own_room(cluster: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(RenderError) as caught:
+        render({"container_image": "pytorch"}, cluster=cluster)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_the_job_s_memory_replaces_the_cluster_s_in_whichever_form() -> None:
+    script = render({}, {"memory": "16G"}, cluster={"options": {"mem-per-cpu": "2G"}})
+    assert [line for line in script.splitlines() if "--mem" in line] == ["#SBATCH --mem=16G"]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orc.launchers.backends.base import Placement
-from orc.launchers.backends.ssh.placement import candidates, place
+from orc.launchers.backends.ssh.rendering import candidates, place
 from orc.launchers.backends.ssh.settings import read_settings
 from orc.launchers.errors import NoRoom, RenderError
 from orc.launchers.spec import JobSpec

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers.backends import open_backend
-from orc.launchers.backends.ssh.hostfile import Host, parse_hostfile
-from orc.launchers.backends.ssh.settings import read_job_options, read_settings
+from orc.launchers.backends.ssh.settings import Host, parse_hostfile, read_job_options, read_settings
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import load_job
 from orc.launchers.spec.clusters import Account, Cluster, get_cluster

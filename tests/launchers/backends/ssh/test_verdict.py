@@ -118,12 +118,7 @@ def test_a_host_whose_clock_is_an_hour_ahead_does_not_change_who_failed_first() 
 
 
 @pytest.mark.parametrize(
-    ("age", "phase"),
-    [
-        (10.0, Phase.UNKNOWN),
-        (PEER_TIMEOUT_S + 14, Phase.UNKNOWN),
-        (PEER_TIMEOUT_S + 16, Phase.LOST),
-    ],
+    ("age", "phase"), [(10.0, Phase.UNKNOWN), (PEER_TIMEOUT_S + 14, Phase.UNKNOWN), (PEER_TIMEOUT_S + 16, Phase.LOST)]
 )
 def test_an_attempt_is_lost_only_when_a_silent_host_must_have_ended_its_part(age: float, phase: Phase) -> None:
     peer = ended(0, "peer", peer_lost=True, lost_node=1, reason="node 1 has been silent for 30 s")

@@ -9,7 +9,7 @@ import pytest
 from orc.launchers.backends.tpu import TpuBackend
 from orc.launchers.backends.tpu.lifecycle import Node, QueuedResource
 from orc.launchers.backends.tpu.listing import Listing
-from orc.launchers.backends.tpu.teardown import idle_for_too_long, leftovers
+from orc.launchers.backends.tpu.provision import idle_for_too_long, leftovers
 from orc.launchers.errors import LaunchError
 from orc.launchers.spec.clusters import Cluster
 

@@ -15,9 +15,8 @@ from golden_plans import SNAPSHOT, compare
 
 from orc.launchers.backends.ssh.rendering import hosts_of
 from orc.launchers.backends.tpu import TpuBackend
-from orc.launchers.backends.tpu.rendering import on_workers
 from orc.launchers.backends.tpu.request import API, TpuLocation, read_requests, tpu_id
-from orc.launchers.backends.tpu.workers import Worker, Workers
+from orc.launchers.backends.tpu.workers import Worker, Workers, on_workers
 from orc.launchers.errors import RenderError
 from orc.launchers.ids import AttemptId
 from orc.launchers.plan import Plan
@@ -189,20 +188,6 @@ def test_a_disk_is_written_by_one_machine_alone(cluster: Make) -> None:
     assert node["data_disks"] == [{"source_disk": disk["source"], "mode": "READ_WRITE"}]
     with pytest.raises(RenderError, match="v4-16 has 2 machines: only one can write"):
         render(cluster(data_disks=[disk]), script="t.py")
-
-
-def test_a_reserved_tpu_is_asked_for_as_such_in_both_ways(cluster: Make) -> None:
-    from google.cloud.tpu_v2.types import cloud_tpu
-
-    for queued in (True, False):
-        (asked,) = read_requests(render(cluster(reserved=True, queued=queued), script="t.py"))["requests"]
-        if queued:
-            sent = cloud_tpu.CreateQueuedResourceRequest.from_json(json.dumps(asked))
-            assert "guaranteed" in sent.queued_resource
-            node = sent.queued_resource.tpu.node_spec[0].node
-        else:
-            node = cloud_tpu.CreateNodeRequest.from_json(json.dumps(asked)).node
-        assert node.scheduling_config.reserved
 
 
 def test_on_the_workers_the_plan_has_their_addresses_and_nothing_of_the_request(cluster: Make) -> None:

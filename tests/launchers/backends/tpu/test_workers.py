@@ -9,13 +9,7 @@ import pytest
 
 from orc.launchers.backends.tpu.lifecycle import Node
 from orc.launchers.backends.tpu.settings import read_settings
-from orc.launchers.backends.tpu.workers import (
-    Worker,
-    known_hosts,
-    open_workers,
-    ssh_config,
-    workers_of,
-)
+from orc.launchers.backends.tpu.workers import Worker, known_hosts, open_workers, ssh_config, workers_of
 from orc.launchers.errors import BackendUnreachable
 from orc.launchers.remote.ssh import known_hosts as trusted
 from orc.launchers.remote.ssh.config import read_config, resolve
