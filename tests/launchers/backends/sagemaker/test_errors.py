@@ -85,43 +85,36 @@ def create(service: AwsService) -> None:
     service.create(REQUEST)
 
 
-MESSAGES: dict[str, tuple[Answer, type[LaunchError], str, str]] = {
-    "expired": ((400, "ExpiredTokenException", "expired"), BackendUnreachable, "have expired", "aws sso login"),
-    "unknown key": ((400, "UnrecognizedClientException", "x"), BackendUnreachable, "does not accept", "credentials"),
-    "denied": (
-        (400, "AccessDeniedException", "User: x is not authorized to perform: sagemaker:CreateTrainingJob"),
+DENIED = "User: x is not authorized to perform: sagemaker:CreateTrainingJob"
+LIMIT = "The account-level service limit is 0 Instances"
+ROLE = "Could not assume role arn:x. Please ensure that the role exists"
+TYPE = "Value 'ml.x9' at 'resourceConfig.instanceType' failed to satisfy constraint"
+# What AWS answers, the error, what it says, and what to do.
+MESSAGES: dict[tuple[str, str], tuple[type[LaunchError], str, str]] = {
+    ("ExpiredTokenException", "expired"): (BackendUnreachable, "have expired", "aws sso login"),
+    ("UnrecognizedClientException", "x"): (BackendUnreachable, "does not accept", "credentials"),
+    ("AccessDeniedException", DENIED): (
         BackendError,
-        "not allowed: sagemaker:CreateTrainingJob: User: x",
+        f"not allowed: sagemaker:CreateTrainingJob: {DENIED}",
         "permission",
     ),
-    "quota": (
-        (400, "ResourceLimitExceeded", "The account-level service limit is 0 Instances"),
+    ("ResourceLimitExceeded", LIMIT): (
         BackendError,
-        "quota for ml.p4d.24xlarge is used up: The account-level service limit",
+        f"quota for ml.p4d.24xlarge is used up: {LIMIT}",
         "Service Quotas",
     ),
-    "role": (
-        (400, "ValidationException", "Could not assume role arn:x. Please ensure that the role exists"),
-        BackendError,
-        "refuses the request: Could not assume role",
-        "trust policy",
-    ),
-    "instance type": (
-        (400, "ValidationException", "Value 'ml.x9' at 'resourceConfig.instanceType' failed to satisfy constraint"),
-        BackendError,
-        "instanceType",
-        "instance_type",
-    ),
-    "name": ((400, "ResourceInUse", "Training job names must be unique"), NameTaken, "must be unique", ""),
-    "throttled": ((400, "ThrottlingException", "Rate exceeded"), BackendUnreachable, "asked too often", ""),
-    "broken": ((500, "InternalFailure", "oops"), AmbiguousSubmit, "the answer was lost: oops", ""),
+    ("ValidationException", ROLE): (BackendError, "refuses the request: Could not assume role", "trust policy"),
+    ("ValidationException", TYPE): (BackendError, "instanceType", "instance_type"),
+    ("ResourceInUse", "Training job names must be unique"): (NameTaken, "must be unique", ""),
+    ("ThrottlingException", "Rate exceeded"): (BackendUnreachable, "asked too often", ""),
+    ("InternalFailure", "oops"): (AmbiguousSubmit, "the answer was lost: oops", ""),
 }
 
 
-@pytest.mark.parametrize("why", MESSAGES)
-def test_each_refusal_of_a_new_job_has_one_clear_message(why, aws, service) -> None:
-    answer, kind, what, hint = MESSAGES[why]
-    aws[0].answers = [answer]
+@pytest.mark.parametrize(("code", "message"), MESSAGES)
+def test_each_refusal_of_a_new_job_has_one_clear_message(code, message, aws, service) -> None:
+    kind, what, hint = MESSAGES[code, message]
+    aws[0].answers = [(500 if code == "InternalFailure" else 400, code, message)]
     with pytest.raises(kind) as caught:
         create(service)
     assert type(caught.value) is kind
