@@ -350,7 +350,7 @@ class Backend(abc.ABC):
         return log_selectors(*self.files(handle))
 
     def log_listing(self, handle: Handle) -> tuple[list[LogSelector], dict[str, str]]:
-        """Return `log_selectors`, and of hosts that did not answer, whose logs are not among them, why not."""
+        """Return `log_selectors` of *handle*, and why hosts did not answer whose logs are not among them."""
         return self.log_selectors(handle), {}
 
     def logs(self, handle: Handle, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:

@@ -32,7 +32,7 @@ from orc.launchers.backends.base import (
 )
 from orc.launchers.backends.ssh.rendering import hosts_of
 from orc.launchers.backends.tpu import accelerators, lifecycle, provision, request
-from orc.launchers.backends.tpu.lifecycle import Create, Node, State, Waiting, ZoneStatus
+from orc.launchers.backends.tpu.lifecycle import Create, Node, Pending, State, ZoneStatus
 from orc.launchers.backends.tpu.listing import Poller
 from orc.launchers.backends.tpu.provision import Teardown, request_tpu, require_own
 from orc.launchers.backends.tpu.rendering import render_plan
@@ -222,7 +222,7 @@ class TpuBackend(Backend):
             if step.accelerator_type not in ("", wanted):
                 raise BackendError(f"it is a {step.accelerator_type}, and the options say {wanted}", where=step.name)
             return step
-        if isinstance(step, Waiting):
+        if isinstance(step, Pending):
             raise NoRoom(f"waiting for {location.id}: {step.reason}", where=self.cluster.name)
         what = f"there is no TPU {location.id} to be used: {step.reason}"
         hint = "Create it, or remove `name:` and let orc make one for each attempt."
@@ -261,7 +261,7 @@ class TpuBackend(Backend):
             return self._over(handle, step)
         if isinstance(step, Create):
             return Observation(Phase.PENDING, reason=f"{step.reason}; next in {step.zone}", due=True)
-        if isinstance(step, Waiting) and not step.restarting and not local.started:
+        if isinstance(step, Pending) and not step.restarting and not local.started:
             return Observation(Phase.PENDING, reason=step.reason)
         return Observation(Phase.UNKNOWN, reason=step.reason)
 
@@ -291,7 +291,7 @@ class TpuBackend(Backend):
             step = self._step(self._look(handle))
             if isinstance(step, Observation) and step.cause is Cause.PREEMPTED:
                 return replace(step, exit=seen.exit, hosts=seen.hosts, started_at=seen.started_at)
-            if isinstance(step, Waiting) and step.restarting:
+            if isinstance(step, Pending) and step.restarting:
                 return Observation(Phase.UNKNOWN, reason=step.reason)
         if seen.phase is Phase.UNKNOWN:
             self._poller.invalidate(handle.marker)  # are they silent because their TPU is gone?

@@ -174,7 +174,7 @@ def _of_queued(zone: str, queued: QueuedResource, node: Node | None) -> ZoneStat
 
 
 @dataclass(frozen=True)
-class Waiting:
+class Pending:
     """Step: wait for the service."""
 
     reason: str
@@ -190,7 +190,7 @@ class Create:
 
 
 # What to do: use the TPU, which is up; end the attempt, which gets no TPU or has lost it, as observed; or one of these.
-Step = Node | Observation | Waiting | Create
+Step = Node | Observation | Pending | Create
 
 
 def next_step(statuses: Sequence[ZoneStatus], *, now: float, provision_timeout_s: float) -> Step:
@@ -200,14 +200,14 @@ def next_step(statuses: Sequence[ZoneStatus], *, now: float, provision_timeout_s
         if ready.node is not None:
             return ready.node
     for away in by_state[State.RESTARTING]:
-        return Waiting(f"the TPU is {away.message}", restarting=True)
+        return Pending(f"the TPU is {away.message}", restarting=True)
     for gone in by_state[State.PREEMPTED]:
         return Observation(Phase.FAILED, Cause.PREEMPTED, f"the TPU was preempted ({gone.message})")
     for waiting in by_state[State.PROVISIONING]:
         if waiting.since is not None and now - waiting.since > provision_timeout_s:
             took = f"{now - waiting.since:.0f} s"
             return Observation(Phase.LOST, Cause.NODE_FAILURE, f"the TPU is still {waiting.message} after {took}")
-        return Waiting(f"the TPU is {waiting.message}")
+        return Pending(f"the TPU is {waiting.message}")
     for down in by_state[State.STOPPED]:
         return Observation(Phase.LOST, Cause.NODE_FAILURE, f"the TPU was stopped outside of orc ({down.message})")
     for going in by_state[State.DELETING]:

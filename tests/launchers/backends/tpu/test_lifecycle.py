@@ -9,10 +9,10 @@ from orc.launchers.backends.tpu.lifecycle import (
     Create,
     Creation,
     Node,
+    Pending,
     QueuedResource,
     State,
     Step,
-    Waiting,
     ZoneStatus,
     next_step,
     no_zone_left,
@@ -89,7 +89,7 @@ def test_a_tpu_that_somebody_has_deleted_was_not_preempted() -> None:
 
 
 def test_waiting_says_in_which_state() -> None:
-    assert step(zone_status(A, queued("WAITING_FOR_RESOURCES"), None), absent(B)) == Waiting(
+    assert step(zone_status(A, queued("WAITING_FOR_RESOURCES"), None), absent(B)) == Pending(
         "the TPU is WAITING_FOR_RESOURCES in us-central2-b"
     )
 
@@ -107,7 +107,7 @@ def test_a_preempted_tpu_ends_the_attempt_so_that_another_follows() -> None:
 
 
 def test_a_tpu_that_is_being_repaired_says_nothing() -> None:
-    assert step(zone_status(A, queued("ACTIVE"), node("REPAIRING"))) == Waiting(
+    assert step(zone_status(A, queued("ACTIVE"), node("REPAIRING"))) == Pending(
         "the TPU is REPAIRING in us-central2-b", restarting=True
     )
 
@@ -144,7 +144,7 @@ def test_what_no_zone_will_ever_take_is_not_tried_again(codes: list[str], cause:
 
 def test_a_creation_that_hangs_is_given_up() -> None:
     hanging = zone_status(A, queued("PROVISIONING"), node("CREATING", created_at=100.0))
-    assert step(hanging, now=700.0) == Waiting("the TPU is PROVISIONING in us-central2-b")
+    assert step(hanging, now=700.0) == Pending("the TPU is PROVISIONING in us-central2-b")
     found = step(hanging, now=701.0)
     assert isinstance(found, Observation)
     assert (found.cause, found.reason) == (
@@ -154,7 +154,7 @@ def test_a_creation_that_hangs_is_given_up() -> None:
 
 
 def test_waiting_for_capacity_has_no_end_of_its_own() -> None:
-    assert isinstance(step(zone_status(A, queued("WAITING_FOR_RESOURCES", created_at=0.0), None), now=1e9), Waiting)
+    assert isinstance(step(zone_status(A, queued("WAITING_FOR_RESOURCES", created_at=0.0), None), now=1e9), Pending)
 
 
 @pytest.mark.parametrize("status", [absent(A), zone_status(A, queued("DELETING"), None)])
@@ -172,7 +172,7 @@ def test_a_node_that_could_not_be_made_is_known_by_its_operation() -> None:
 
 def test_a_creation_under_way_is_waited_for_and_not_for_ever() -> None:
     found = zone_status(A, None, None, Creation(False, 100.0))
-    assert step(found, absent(B), now=700.0) == Waiting("the TPU is CREATING in us-central2-b")
+    assert step(found, absent(B), now=700.0) == Pending("the TPU is CREATING in us-central2-b")
     assert isinstance(step(found, absent(B), now=701.0), Observation)
     assert to_delete([found, absent(B)], TpuLocation("p", (A, B), NODES, ID)) == [node("").name]
 
