@@ -210,7 +210,7 @@ HOMES: dict[str, str] = {
     "load_offloaded_weights": "weights.offload",
     "load_state_dict": "weights.offload",
     "LocalSGD": "local_sgd",
-    "LoggerType": "tracking.logger_type",
+    "LoggerType": "tracking.base",
     "MegatronLMDummyDataLoader": "engine.megatron.placeholders",
     "MegatronLMDummyScheduler": "engine.megatron.placeholders",
     "MegatronLMOptimizerWrapper": "engine.megatron.wrappers",

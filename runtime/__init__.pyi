@@ -242,7 +242,7 @@ from orc.runtime.tracking import filter_trackers as filter_trackers
 from orc.runtime.tracking import get_available_trackers as get_available_trackers
 from orc.runtime.tracking import on_main_process as on_main_process
 from orc.runtime.tracking import register_tracker_class as register_tracker_class
-from orc.runtime.tracking.logger_type import LoggerType as LoggerType
+from orc.runtime.tracking.base import LoggerType as LoggerType
 from orc.runtime.train.amp import get_grad_scaler as get_grad_scaler
 from orc.runtime.train.amp import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from orc.runtime.train.memory import clear_device_cache as clear_device_cache
