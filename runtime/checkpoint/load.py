@@ -20,8 +20,8 @@ from orc.runtime.checkpoint.state import fit, rng
 from orc.runtime.checkpoint.state.strategies import (
     FULL,
     SHARDED,
+    Stepped,
     own_state_of,
-    steps_parts,
     strategy_named,
     without_engines,
 )
@@ -222,16 +222,9 @@ def _entries(directory: Path, prepared: Prepared, files: Collection[str] = ()) -
             entries.append(Entry(directory / folder, optimizer, SHARDED, "optimizer"))
         else:
             file = directory / layout.numbered(layout.OPTIMIZER_NAME, index, "bin")
-            entries.append(Entry(file, optimizer, FULL if steps_parts(optimizer, models) else None, "optimizer"))
-    for index, scheduler in enumerate(prepared.schedulers):
-        entries.append(Entry(directory / layout.numbered(layout.SCHEDULER_NAME, index, "bin"), scheduler))
-    for index, loader in enumerate(prepared.dataloaders):
-        entries.append(Entry(directory / layout.numbered(layout.SAMPLER_NAME, index, "bin"), loader, kind="loader"))
-    if (scaler := prepared.current_scaler()) is not None:
-        entries.append(Entry(directory / layout.SCALER_NAME, scaler))
-    for index, registered in enumerate(prepared.custom):
-        entries.append(Entry(directory / layout.custom_file(index), registered))
-    return entries
+            entries.append(Entry(file, optimizer, FULL if Stepped(optimizer, models).in_parts else None, "optimizer"))
+    rest = layout.files_of_rest(prepared)
+    return entries + [Entry(directory / name, target, kind=kind) for name, target, kind in rest]
 
 
 def _model_entries(directory: Path, manifest: Manifest, models: Sequence[PreparedModel]) -> list[Entry]:

@@ -19,7 +19,7 @@ from orc.runtime.checkpoint.format.layout import CheckpointRoot, number_of
 from orc.runtime.checkpoint.load import load
 from orc.runtime.checkpoint.replication.barrier import Barrier, BarrierAlone, attempt
 from orc.runtime.checkpoint.replication.sites import Survey
-from orc.runtime.checkpoint.save import WRITERS, Progress, SaveRequest, begin, looks
+from orc.runtime.checkpoint.save import Progress, Save, SaveRequest, looks
 from orc.runtime.checkpoint.state.ownership import PROJECT_FOLDER, release_all
 from orc.runtime.checkpoint.state.staging import Stage
 from orc.runtime.checkpoint.state.strategies import check_savable_alone, strategy_wanted
@@ -254,19 +254,20 @@ class RunCheckpoints:
         return destination
 
     def _save(self, request: SaveRequest, block: bool, barrier: Barrier, survey: Survey) -> Destination:
-        stage = None if block else self._stage
-        destination, finish = begin(self.context, barrier, survey, self.prepared, request, stage)
+        save = Save(self.context, barrier, self.prepared, request)
+        save.open(survey)
+        save.collect(None if block else self._stage)
         if block:
-            finish(barrier, WRITERS)
-            return destination
+            save.write(barrier)
+            return save.destination
         beside = barrier if request.alone else self._background_barrier
 
         def later() -> None:
-            finish(beside, 1)
+            save.write(beside, writers=1)
             beside.part()
 
-        self.background.start(f"saving {destination.target}", later)
-        return destination
+        self.background.start(f"saving {save.destination.target}", later)
+        return save.destination
 
     def finish(self) -> None:
         """Wait for what is written in the background. Raises `CheckpointError` when it could not be, once."""

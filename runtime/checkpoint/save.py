@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 WRITERS = 4  # files at a time
 _COMMIT_PATIENCE_S = 3600.0  # a rank that has written waits for the slowest disk
 
-
 Hook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], None]
+Task = Callable[[Hashing], None]
 
 
 @dataclass(frozen=True)
@@ -87,211 +87,270 @@ class SaveRequest:
     keep: int | None = None  # how many numbered checkpoints stay
 
 
-Task = Callable[[Hashing], None]
-# What a rank is going to write, by file name; or the error that keeps it from doing so.
-Content = dict[str, Task] | str
+class Save:
+    """One save, in three steps that every rank takes: `open`, `collect`, `write`. One that fails leaves nothing behind.
 
-
-@dataclass(frozen=True)
-class Opened:
-    """A save that is under way: where its files go, on which sites, and what makes it this save."""
+    Attributes:
+        destination: where it goes, from `open` on; so are the next two.
+        sites: of the machines.
+        id: of the checkpoint.
+        tasks: what this rank is going to write, by file name, from `collect` on.
+        error: what keeps this rank from doing so.
+    """
 
     destination: Destination
     sites: Sites
     id: str
-    created_at: float
+    _created_at: float
 
+    def __init__(self, context: RunContext, barrier: Barrier, prepared: Prepared, request: SaveRequest) -> None:
+        self.context = context
+        self.request = request
+        self.tasks: dict[str, Task] = {}
+        self.error: str | None = None
+        self._barrier = barrier
+        self._everything = prepared
+        self._prepared = without_engines(prepared)
+        self._models = models = records_of(self._prepared)
+        self._strategies = [strategy_of(model, request.state) for model in models]
+        self._of_optimizers = [strategy_of_optimizer(one, models, request.state) for one in self._prepared.optimizers]
+        self._shards: ShardPlans | None = None  # what the ranks agree on about shards
+        if not {*self._strategies, *self._of_optimizers} <= {FULL}:
+            from orc.runtime.checkpoint.state.planning import ShardPlans
 
-def begin(
-    context: RunContext,
-    barrier: Barrier,
-    survey: Survey,
-    prepared: Prepared,
-    request: SaveRequest,
-    stage: Stage | None = None,
-) -> tuple[Destination, Callable[[Barrier, int], None]]:
-    """Collect what is to be saved; with *stage* copied, so that training may go on.
+            self._shards = barrier.kept.setdefault(ShardPlans, ShardPlans(barrier))
 
-    Returns:
-        Where it goes, and the function that writes and commits it, with a barrier and a number of files at a time.
+    def open(self, survey: Survey) -> None:
+        """Agree on the directory and make it ready.
 
-    Raises:
-        CheckpointError: nothing was changed; the text says which rank failed and how, or which rank did not come.
-    """
-    opened = open_destination(context, barrier, survey, request)
-    with _undone(opened.destination):
-        meet_before_gathering(barrier, prepared, request, opened.destination)
-        shards = shard_plans(barrier, prepared, request)
-        content = capture(context, prepared, request, opened.destination, stage, shards=shards)
-
-    def finish(barrier: Barrier, writers: int) -> None:
-        with _undone(opened.destination):
-            write(context, barrier, request, opened, content, writers=writers, shards=shards)
-
-    return opened.destination, finish
-
-
-@contextmanager
-def _undone(destination: Destination) -> Iterator[None]:
-    """Where the block fails, *destination* is given up."""
-    try:
-        yield
-    except BaseException:
-        destination.abandon()
-        raise
-
-
-def open_destination(context: RunContext, barrier: Barrier, survey: Survey, request: SaveRequest) -> Opened:
-    """Agree on the directory and make it ready; the first part of a save.
-
-    Raises:
-        RanksElsewhere: on rank 0, no other rank will come.
-        CheckpointError: on every rank.
-    """
-    root = request.root
-    asked = None if request.directory is None else str(request.directory)
-    number: int | None = None
-    error: str | None = None
-    if request.directory is None and root is not None and looks(context, root):
-        number, error = attempt(lambda: root.next(request.at_least))
-    bid = [asked, number, error]
-    number, token, created_at = barrier.hold(
-        "save_state",
-        bid,
-        lambda bids: _choose(bids, request.directory),
-        absence=None if request.alone else Absence.of(context),
-    )
-    where: Location
-    if request.directory is not None:
-        where = request.directory if isinstance(request.directory, Remote) else request.directory.absolute()
-    else:
-        assert root is not None
-        where = root.numbered(number)
-    destination: Destination
-    if isinstance(where, Remote):
-        sites = Sites(context.rank, (0,) * context.world_size)
-        taken = barrier.hold("save_state", None, lambda _: where.size(NAME) is not None)
-        destination = RemoteDestination(where, f".{token}-" if taken else "", context.is_main)
-    else:
-        sites = survey.at(where.parent, "save_state")
-        destination = LocalDestination(
-            where, token, sites.leads, sites.mine if sites.several else None, numbered=request.directory is None
+        Raises:
+            RanksElsewhere: on rank 0, no other rank will come.
+            CheckpointError: on every rank; the text says which rank failed and how, or which rank did not come.
+        """
+        context, request, root = self.context, self.request, self.request.root
+        asked = None if request.directory is None else str(request.directory)
+        number: int | None = None
+        error: str | None = None
+        if request.directory is None and root is not None and looks(context, root):
+            number, error = attempt(lambda: root.next(request.at_least))
+        number, self.id, self._created_at = self._barrier.hold(
+            "save_state",
+            [asked, number, error],
+            lambda bids: _choose(bids, request.directory),
+            absence=None if request.alone else Absence.of(context),
         )
-    with _undone(destination):
-        error = attempt(destination.prepare)[1] if destination.leads else None
-        barrier.hold("save_state (making the directory)", error, agree_on_no_error)
-    return Opened(destination, sites, token, created_at)
+        where: Location
+        if request.directory is not None:
+            where = request.directory if isinstance(request.directory, Remote) else request.directory.absolute()
+        else:
+            assert root is not None
+            where = root.numbered(number)
+        if isinstance(where, Remote):
+            self.sites = Sites(context.rank, (0,) * context.world_size)
+            taken = self._barrier.hold("save_state", None, lambda _: where.size(NAME) is not None)
+            self.destination = RemoteDestination(where, f".{self.id}-" if taken else "", context.is_main)
+        else:
+            self.sites = sites = survey.at(where.parent, "save_state")
+            site = sites.mine if sites.several else None
+            self.destination = LocalDestination(where, self.id, sites.leads, site, numbered=request.directory is None)
+        with self._undone():
+            error = attempt(self.destination.prepare)[1] if self.destination.leads else None
+            self._barrier.hold("save_state (making the directory)", error, agree_on_no_error)
+
+    def collect(self, stage: Stage | None = None) -> None:
+        """Collect this rank's states; with *stage* copied, so that training may go on.
+
+        The hooks run on every rank, before; they may take weights off the list.
+
+        Raises:
+            CheckpointError: on every rank, one cannot see the destination, or they could not agree.
+        """
+        with self._undone():
+            models = self._models
+            gathers = [model.spread and how == FULL for model, how in zip(models, self._strategies, strict=True)]
+            if any(gathers) or any(model.layout is Layout.GATHERED for model in models):
+                # A rank that cannot save would be waited for where whole states are gathered.
+                error = attempt(self.destination.check_visible)[1]
+                self._barrier.hold("save_state (gathering)", error, agree_on_no_error)
+            # First, while all ranks are sure to come: engines wait for each other.
+            own, failure = attempt(lambda: self._engine_tasks(copied=stage is not None))
+            states, error = attempt(self._states)
+            error = error or failure
+            if self._shards is not None:
+                self._shards.agree({} if states is None else states[2], error)
+            if error is None and states is not None:
+                tasks, error = attempt(lambda: self._tasks(*states[:2], stage))
+                self.tasks = {**(tasks or {}), **(own or {})}
+            self.error = error
+
+    def write(self, barrier: Barrier, writers: int = WRITERS) -> None:
+        """Write and commit what was collected; old checkpoints go before any rank goes on.
+
+        Args:
+            barrier: in which the ranks agree from now on.
+            writers: files at a time.
+
+        Raises:
+            CheckpointError: a rank could not; nothing has changed.
+        """
+        with self._undone():
+            self._commit(barrier, self._files(barrier, writers))
+
+    def _files(self, barrier: Barrier, writers: int) -> tuple[dict[str, FileRecord], str | None]:
+        """Write the files; return those of this site, and what has failed since the ranks agreed on theirs."""
+        destination, sites, shards = self.destination, self.sites, self._shards
+        records: dict[str, FileRecord] | None = None
+        error = self.error
+        if error is None:
+            records, error = attempt(lambda: _write(destination, self.tasks, writers) | destination.hook_files())
+        if error is None:
+            destination.hand_over()
+        lengths: list[dict[str, str]] = []
+
+        def verdict(reports: list[Any]) -> dict[str, Any]:
+            destination.take_over(name for report in reports if report["error"] is None for name in report["files"])
+            agree_on_no_error([report["error"] for report in reports])
+            lengths.extend(report.get("lengths", {}) for report in reports)
+            by_site: dict[str, Any] = {}
+            for report in reports:
+                by_site.setdefault(str(report["site"]), {}).update(report["files"])
+            return by_site
+
+        own = {name: asdict(record) for name, record in (records or {}).items()}
+        report: dict[str, Any] = {"error": error, "site": sites.mine, "files": own}
+        if shards is not None:
+            report["lengths"] = shards.report()
+        patience_s = max(barrier.timeout_s, _COMMIT_PATIENCE_S)
+        written = barrier.hold("save_state (writing)", report, verdict, timeout_s=patience_s)[str(sites.mine)]
+        files = {name: FileRecord(**record) for name, record in written.items()}
+        if shards is not None and lengths:  # where the ranks have reported what they wrote, on rank 0
+            error = attempt(lambda: files.update(_write(destination, _metadata(shards, lengths), 1)))[1]
+        if sites.several and isinstance(destination, LocalDestination):
+            failed = attempt(lambda: files.update(complete(barrier, sites, destination)))[1]
+            error = error or failed
+        return files, error
+
+    def _commit(self, barrier: Barrier, written: tuple[dict[str, FileRecord], str | None]) -> None:
+        """Make the files that were *written* a checkpoint, unless something has failed anywhere."""
+        (files, error), destination, request, progress = written, self.destination, self.request, self.request.progress
+        manifest = Manifest(
+            self.id,
+            progress.step,
+            progress.epoch,
+            progress.offset,
+            self.context.world_size,
+            self._created_at,
+            files,
+            random_states=(self.context.rank,) if request.alone else None,
+            norms=progress.norms,
+        )
+        if destination.leads:
+            error = error or attempt(lambda: destination.seal(manifest))[1]
+        if self.sites.several:  # nothing appears anywhere before it is complete everywhere
+            barrier.hold("save_state (sealing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
+        if destination.leads:
+            error = error or attempt(refuse_superseded)[1] or attempt(lambda: destination.commit(manifest))[1]
+        barrier.hold("save_state (committing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
+        error = attempt(destination.clear)[1] if destination.leads else None
+        if (root := request.root) is not None and request.directory is None and destination.leads:
+            error = error or attempt(lambda: root.retain(request.keep))[1]
+        if error is not None:
+            error = f"{destination.target} is complete, but older checkpoints could not be removed: {error}"
+        barrier.hold("save_state (retention)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Where the block fails, the destination is given up."""
+        try:
+            yield
+        except BaseException:
+            self.destination.abandon()
+            raise
+
+    def _states(self) -> tuple[dict[str, Any], list[tuple[str, Any, bool]], dict[str, Any]]:
+        """Return what this rank is going to write.
+
+        Returns:
+            Whole weights by file; other states with their files, and whether they can hold objects of the user's own;
+            and by folder this rank's part of what is sharded.
+        """
+        destination, prepared, models = self.destination, self._prepared, self._models
+        destination.check_visible()
+        weights = [
+            strategy_named(how).model_state(model, keep=destination.leads)
+            for how, model in zip(self._strategies, models, strict=True)
+        ]
+        in_shards = {id(weight) for weight, how in zip(weights, self._strategies, strict=True) if how != FULL}
+        optimizers = [
+            strategy_named(how).optimizer_state(optimizer, models, keep=destination.leads)
+            for how, optimizer in zip(self._of_optimizers, prepared.optimizers, strict=True)
+        ]
+        for hook in self.request.hooks:
+            hook(list(self._everything.models), weights, str(destination.hook_directory()))
+        whole: dict[str, dict[str, Any]] = {}
+        sharded: dict[str, dict[str, Any]] = {}
+        for index, state in enumerate(weights):
+            if id(state) in in_shards:
+                sharded[layout.model_shards(index)] = {"model": state}
+            elif destination.leads:
+                whole[layout.model_file(index, self.request.safe)] = state
+        others: list[tuple[str, Any, bool]] = []
+        for index, (how, state) in enumerate(zip(self._of_optimizers, optimizers, strict=True)):
+            if how != FULL:
+                sharded[layout.optimizer_shards(index)] = {"optimizer": state}
+            else:
+                others.append((layout.numbered(layout.OPTIMIZER_NAME, index, "bin"), state, False))
+        if not destination.leads:
+            return whole, [], sharded
+        for name, target, kind in layout.files_of_rest(prepared):
+            others.append((name, target.state_dict(), kind in ("scheduler", "custom")))
+        return whole, others, sharded
+
+    def _tasks(
+        self, weights: dict[str, Any], states: list[tuple[str, Any, bool]], stage: Stage | None
+    ) -> dict[str, Task]:
+        context, shards = self.context, self._shards
+        weights, states = context.compute.to_cpu((weights, states))
+        random_states = rng.capture(context.compute, context.device)
+        mine = {} if shards is None else shards.values
+        if stage is not None:
+            weights, states, mine = stage.take((weights, states, mine))
+        write_model = _write_weights if self.request.safe else _pickle
+        tasks: dict[str, Task] = {name: partial(write_model, state) for name, state in weights.items()}
+        if shards is not None:
+            from orc.runtime.checkpoint.state.shard_files import write_shards
+
+            for folder, values in mine.items():
+                tasks[layout.shard_file(folder, context.rank)] = partial(write_shards, values, shards.lengths[folder])
+            shards.values = {}
+        for name, state, check in states:
+            if check:
+                _check_loadable(name, state)
+            tasks[name] = partial(_pickle, state)
+        tasks[layout.random_states_file(context.rank)] = partial(_pickle, random_states)
+        return tasks
+
+    def _engine_tasks(self, *, copied: bool) -> dict[str, Task]:
+        """Return what writes this rank's files of the engine, by name; *copied*, so that training may go on.
+
+        Collective where there are any.
+        """
+        own = own_state_of(self._everything)
+        saved = {} if own is None else own.save(self.request.engine_options)
+        states = {name: state for name, state in saved.items() if not isinstance(state, bytes)}
+        if copied and states:
+            states = Stage().take(states)  # memory of its own: the save's stage holds everything else
+        return {
+            name: partial(_pickle, states[name]) if name in states else partial(_write_bytes, content)
+            for name, content in saved.items()
+        }
 
 
-def meet_before_gathering(barrier: Barrier, prepared: Prepared, request: SaveRequest, destination: Destination) -> None:
-    """Meet where whole states of sharded models are to be gathered: a rank that cannot save would be waited for there.
-
-    Raises:
-        CheckpointError: on every rank, one cannot see the destination.
-    """
-    models = records_of(without_engines(prepared))
-    whole = [model for model in models if model.spread and strategy_of(model, request.state) == FULL]
-    if whole or any(model.layout is Layout.GATHERED for model in models):
-        error = attempt(destination.check_visible)[1]
-        barrier.hold("save_state (gathering)", error, agree_on_no_error)
-
-
-def shard_plans(barrier: Barrier, prepared: Prepared, request: SaveRequest) -> ShardPlans | None:
-    """Return what the ranks will agree on about shards; `None` where nothing is saved as shards."""
-    prepared = without_engines(prepared)
-    models = records_of(prepared)
-    names = {strategy_of(model, request.state) for model in models}
-    names |= {strategy_of_optimizer(optimizer, models, request.state) for optimizer in prepared.optimizers}
-    if names <= {FULL}:
-        return None
-    from orc.runtime.checkpoint.state.planning import ShardPlans
-
-    plans: ShardPlans = barrier.kept.setdefault(ShardPlans, ShardPlans(barrier))
-    return plans
-
-
-def write(
-    context: RunContext,
-    barrier: Barrier,
-    request: SaveRequest,
-    opened: Opened,
-    content: Content,
-    *,
-    writers: int = WRITERS,
-    shards: ShardPlans | None = None,
-) -> None:
-    """Write and commit what `capture` collected, the last part of a save; old checkpoints go before any rank goes on.
-
-    Raises:
-        CheckpointError: a rank could not; nothing has changed.
-    """
-    destination, sites = opened.destination, opened.sites
-    records: dict[str, FileRecord] = {}
-    if isinstance(content, str):
-        error: str | None = content
-    else:
-        tasks = content
-        error = attempt(lambda: records.update(_write(destination, tasks, writers) | destination.hook_files()))[1]
-    lengths: list[dict[str, str]] = []
-    if error is None:
-        destination.hand_over()
-
-    def verdict(reports: list[Any]) -> dict[str, Any]:
-        destination.take_over(name for report in reports if report["error"] is None for name in report["files"])
-        files = _files_by_site(reports)
-        lengths.extend(report.get("lengths", {}) for report in reports)
-        return files
-
-    written = barrier.hold(
-        "save_state (writing)",
-        {
-            "error": error,
-            "site": sites.mine,
-            "files": {n: asdict(r) for n, r in records.items()},
-            **({} if shards is None else {"lengths": shards.report()}),
-        },
-        verdict,
-        timeout_s=max(barrier.timeout_s, _COMMIT_PATIENCE_S),
-    )
-    mine = written[str(sites.mine)]
-    files = {name: FileRecord(**record) for name, record in mine.items()}
-    error = None
-    if shards is not None and lengths:  # where the ranks have reported what they wrote, on rank 0
-        metadata = partial(shards.metadata, lengths)
-        error = attempt(lambda: files.update(_write(destination, _metadata_tasks(metadata()), 1)))[1]
-    if sites.several and isinstance(destination, LocalDestination):
-        failed = attempt(lambda: files.update(complete(barrier, sites, destination)))[1]
-        error = error or failed
-    progress = request.progress
-    manifest = Manifest(
-        opened.id,
-        progress.step,
-        progress.epoch,
-        progress.offset,
-        context.world_size,
-        opened.created_at,
-        files,
-        random_states=(context.rank,) if request.alone else None,
-        norms=progress.norms,
-    )
-    if destination.leads:
-        error = error or attempt(lambda: destination.seal(manifest))[1]
-    if sites.several:
-        # Nothing appears anywhere before it is complete everywhere.
-        barrier.hold("save_state (sealing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
-    if destination.leads:
-        error = error or attempt(refuse_superseded)[1] or attempt(lambda: destination.commit(manifest))[1]
-    barrier.hold("save_state (committing)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
-    error = attempt(destination.clear)[1] if destination.leads else None
-    if (root := request.root) is not None and request.directory is None and destination.leads:
-        error = error or attempt(lambda: root.retain(request.keep))[1]
-    if error is not None:
-        error = f"{destination.target} is complete, but older checkpoints could not be removed: {error}"
-    barrier.hold("save_state (retention)", error, agree_on_no_error, timeout_s=_COMMIT_PATIENCE_S)
-
-
-def _metadata_tasks(contents: Mapping[str, bytes]) -> dict[str, Task]:
-    return {layout.shard_metadata(folder): partial(_write_bytes, content) for folder, content in contents.items()}
+def _metadata(shards: ShardPlans, lengths: Sequence[Mapping[str, str]]) -> dict[str, Task]:
+    return {
+        layout.shard_metadata(folder): partial(_write_bytes, content)
+        for folder, content in shards.metadata(lengths).items()
+    }
 
 
 def _write_bytes(content: bytes, file: Hashing) -> None:
@@ -325,148 +384,6 @@ def _choose(bids: list[Any], directory: Location | None) -> tuple[int | None, st
     agree_on_no_error([error for _, _, error in bids])
     numbers = [number for _, number, _ in bids if number is not None]
     return max(numbers) if directory is None else None, secrets.token_hex(8), time.time()
-
-
-def _files_by_site(reports: list[Any]) -> dict[str, Any]:
-    agree_on_no_error([report["error"] for report in reports])
-    files: dict[str, Any] = {}
-    for report in reports:
-        files.setdefault(str(report["site"]), {}).update(report["files"])
-    return files
-
-
-def capture(
-    context: RunContext,
-    prepared: Prepared,
-    request: SaveRequest,
-    destination: Destination,
-    stage: Stage | None = None,
-    *,
-    shards: ShardPlans | None = None,
-) -> Content:
-    """Collect this rank's states, the second part of a save; with *stage* copied, so that training may go on.
-
-    The hooks run on every rank, before; they may take weights off the list. The ranks agree on *shards*.
-
-    Raises:
-        CheckpointError: on every rank, they could not agree.
-    """
-    tasks: dict[str, Task] = {}
-    collected: list[Collected] = []
-    # First, while all ranks are sure to come: engines wait for each other.
-    own, failure = attempt(lambda: _engine_tasks(prepared, request.engine_options, stage is not None))
-    error = attempt(lambda: collected.append(_collect(context, prepared, request, destination)))[1] or failure
-    if shards is not None:
-        shards.agree(collected[0].sharded if collected else {}, error)
-    if error is None:
-        error = attempt(lambda: tasks.update(_tasks(context, request, destination, collected[0], stage, shards)))[1]
-    return tasks | (own or {}) if error is None else error
-
-
-@dataclass(frozen=True)
-class Collected:
-    """States that a rank is going to write: whole ones by file, and its part of sharded ones by folder."""
-
-    weights: dict[str, dict[str, Any]]
-    states: list[tuple[str, Any, bool]]
-    sharded: dict[str, dict[str, Any]]
-
-
-def _collect(context: RunContext, prepared: Prepared, request: SaveRequest, destination: Destination) -> Collected:
-    destination.check_visible()
-    all_models, prepared = prepared.models, without_engines(prepared)
-    models = records_of(prepared)
-    strategies = [strategy_named(strategy_of(model, request.state)) for model in models]
-    weights = [
-        strategy.model_state(model, keep=destination.leads) for strategy, model in zip(strategies, models, strict=True)
-    ]
-    in_shards = {id(weight) for weight, strategy in zip(weights, strategies, strict=True) if strategy.name != FULL}
-    optimizers = [
-        strategy_named(strategy_of_optimizer(optimizer, models, request.state)) for optimizer in prepared.optimizers
-    ]
-    optimizer_states = [
-        strategy.optimizer_state(optimizer, models, keep=destination.leads)
-        for strategy, optimizer in zip(optimizers, prepared.optimizers, strict=True)
-    ]
-    for hook in request.hooks:
-        hook(list(all_models), weights, str(destination.hook_directory()))
-    whole: dict[str, dict[str, Any]] = {}
-    sharded: dict[str, dict[str, Any]] = {}
-    for index, state in enumerate(weights):
-        if id(state) in in_shards:
-            sharded[layout.model_shards(index)] = {"model": state}
-        elif destination.leads:
-            whole[layout.model_file(index, request.safe)] = state
-    states: list[tuple[str, Any, bool]] = []
-    for index, (strategy, state) in enumerate(zip(optimizers, optimizer_states, strict=True)):
-        if strategy.name != FULL:
-            sharded[layout.optimizer_shards(index)] = {"optimizer": state}
-        elif destination.leads:
-            states.append((layout.numbered(layout.OPTIMIZER_NAME, index, "bin"), state, False))
-    states += _states(prepared) if destination.leads else []
-    return Collected(whole, states, sharded)
-
-
-def _tasks(
-    context: RunContext,
-    request: SaveRequest,
-    destination: Destination,
-    collected: Collected,
-    stage: Stage | None,
-    shards: ShardPlans | None,
-) -> dict[str, Task]:
-    weights, states = collected.weights, collected.states
-    weights, states = context.compute.to_cpu((weights, states))
-    random_states = rng.capture(context.compute, context.device)
-    mine = {} if shards is None else shards.values
-    if stage is not None:
-        weights, states, mine = stage.take((weights, states, mine))
-    write_model = _write_weights if request.safe else _pickle
-    tasks: dict[str, Task] = {name: partial(write_model, state) for name, state in weights.items()}
-    if shards is not None:
-        from orc.runtime.checkpoint.state.shard_files import write_shards
-
-        for folder, values in mine.items():
-            tasks[layout.shard_file(folder, context.rank)] = partial(write_shards, values, shards.lengths[folder])
-        shards.values = {}
-    for name, state, check in states:
-        if check:
-            _check_loadable(name, state)
-        tasks[name] = partial(_pickle, state)
-    tasks[layout.random_states_file(context.rank)] = partial(_pickle, random_states)
-    return tasks
-
-
-def _engine_tasks(prepared: Prepared, options: Mapping[str, Any], copied: bool) -> dict[str, Task]:
-    """Return what writes this rank's files of the engine, by name. Collective where there are any.
-
-    Args:
-        prepared: what the engine trains.
-        options: of the engine's own function that saves.
-        copied: take copies, so that training may go on.
-    """
-    own = own_state_of(prepared)
-    saved = {} if own is None else own.save(options)
-    files = {name: content for name, content in saved.items() if isinstance(content, bytes)}
-    states = {name: state for name, state in saved.items() if name not in files}
-    if copied and states:
-        states = Stage().take(states)  # memory of its own: the save's stage holds everything else
-    tasks: dict[str, Task] = {name: partial(_write_bytes, content) for name, content in files.items()}
-    return tasks | {name: partial(_pickle, state) for name, state in states.items()}
-
-
-def _states(prepared: Prepared) -> list[tuple[str, Any, bool]]:
-    """Return the name and state of all but models and optimizers, and whether it can hold objects of the user's own."""
-    named: list[tuple[str, Any, bool]] = []
-    for index, scheduler in enumerate(prepared.schedulers):
-        named.append((layout.numbered(layout.SCHEDULER_NAME, index, "bin"), scheduler.state_dict(), True))
-    for index, loader in enumerate(prepared.dataloaders):
-        named.append((layout.numbered(layout.SAMPLER_NAME, index, "bin"), loader.state_dict(), False))
-    if (scaler := prepared.current_scaler()) is not None:
-        named.append((layout.SCALER_NAME, scaler.state_dict(), False))
-    for index, registered in enumerate(prepared.custom):
-        named.append((layout.custom_file(index), registered.state_dict(), True))
-    return named
 
 
 def _write_weights(state: Mapping[str, Any], file: Hashing) -> None:

@@ -28,8 +28,7 @@ from orc.runtime.collectives.packing import (
     unpack,
     unpack_gathered,
 )
-from orc.runtime.collectives.structure import CannotPadNestedTensorWarning
-from orc.runtime.collectives.tree import flatten, outline, unflatten
+from orc.runtime.collectives.tree import CannotPadNestedTensorWarning, flatten, outline, unflatten
 from orc.runtime.core.compute import TORCH, Leaves
 from orc.runtime.core.context import RunContext, current_context
 from orc.runtime.core.host_memory import new_empty

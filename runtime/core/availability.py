@@ -1,4 +1,4 @@
-"""Availability of devices on this machine and of optional packages in this installation.
+"""Availability of devices on this machine, and of optional packages and their versions in this installation.
 
 A package is available when it can be imported from a real file: a folder of the same name in the working directory,
 such as the ``wandb/`` that runs leave behind, does not count.
@@ -7,6 +7,8 @@ such as the ``wandb/`` that runs leave behind, does not count.
 from __future__ import annotations
 
 import importlib.util
+import operator
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -28,8 +30,6 @@ def is_cuda_available() -> bool:
 def is_mps_available(min_version: str = "1.12") -> bool:
     """Return whether Apple's Metal (MPS) is usable, with torch *min_version* or newer."""
     import torch
-
-    from orc.runtime.core.versions import is_torch_version
 
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available() and torch.backends.mps.is_built()
 
@@ -188,8 +188,6 @@ is_wandb_available = _package("wandb", "the tracker Weights & Biases")
 
 def is_torchdata_stateful_dataloader_available() -> bool:
     """Return whether torchdata with a `StatefulDataLoader` (0.8.0 and newer) is installed."""
-    from orc.runtime.core.versions import compare_versions
-
     return is_torchdata_available() and compare_versions("torchdata", ">=", "0.8.0")
 
 
@@ -210,15 +208,11 @@ def is_tensorboard_available() -> bool:
 
 def is_4bit_bnb_available() -> bool:
     """Return whether bitsandbytes with 4-bit support is installed."""
-    from orc.runtime.core.versions import compare_versions
-
     return is_bnb_available() and compare_versions("bitsandbytes", ">=", "0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
     """Return whether bitsandbytes with 8-bit support is installed."""
-    from orc.runtime.core.versions import compare_versions
-
     return is_bnb_available() and compare_versions("bitsandbytes", ">=", "0.37.2")
 
 
@@ -229,6 +223,68 @@ def is_pippy_available() -> bool:
 
 def is_weights_only_available() -> bool:
     """Return whether ``torch.load`` can be used with ``weights_only=True`` (torch 2.4 and newer)."""
-    from orc.runtime.core.versions import is_torch_version
-
     return is_torch_version(">=", "2.4.0")
+
+
+# ---- versions
+
+_OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+
+
+def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
+    """Return whether ``library_or_version operation requirement_version`` holds, by the ordering of PEP 440.
+
+    A local label (the ``+cpu`` of ``2.13.0+cpu``) counts only where the requirement has one too.
+
+    Args:
+        library_or_version: the name of an installed distribution, or a version.
+        operation: ``>``, ``>=``, ``==``, ``!=``, ``<=`` or ``<``.
+        requirement_version: the version to compare with.
+
+    Raises:
+        ValueError: another operation, or something that is no version.
+        importlib.metadata.PackageNotFoundError: there is no such distribution.
+
+    Example:
+        >>> compare_versions("0.9.1", ">=", "0.10")
+        False
+    """
+    if operation not in _OPERATIONS:
+        raise ValueError(f"`operation` must be one of {list(_OPERATIONS)}, received {operation}")
+    required = str(requirement_version)
+    version = str(library_or_version)
+    if not _is_version(version):
+        import importlib.metadata
+
+        version = importlib.metadata.version(version)
+    if "+" not in required:
+        version = version.partition("+")[0]
+    return _OPERATIONS[operation](_parse(version), _parse(required))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Return whether the torch of this process satisfies ``operation version``: ``is_torch_version(">=", "2.4")``."""
+    import torch
+
+    return compare_versions(str(torch.__version__), operation, version)
+
+
+def _is_version(text: str) -> bool:
+    return re.match(r"v?\d", text.strip()) is not None
+
+
+@cache
+def _parse(text: str) -> Any:
+    # torch brings a full implementation of PEP 440 along; what it cannot read it would compare as text.
+    from torch.torch_version import TorchVersion
+
+    if not _is_version(text) or not re.fullmatch(r"[\w.!+-]+", text.strip()):
+        raise ValueError(f"{text!r} is no version")
+    return TorchVersion(text.strip())

@@ -17,6 +17,7 @@ from orc.runtime.data.plan import PositionError
 from orc.runtime.data.position import Cursor, Cut, Pass, Position, cut_at, offset_of
 
 if TYPE_CHECKING:
+    from orc.runtime.core.accumulation import GradientRecord
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.state import GradientState
     from orc.runtime.observe.meter import Meter
@@ -42,52 +43,29 @@ class DataLoaderAdapter:
     """
 
     dataset: Any
-    end_of_dataloader: bool
-    remainder: int
+    context: RunContext
+    gradient: GradientRecord
+    device: torch.device | None
+    non_blocking: bool
+    prefetch_to_device: bool
+    rng_types: tuple[str, ...]
+    synchronized_generator: torch.Generator | None
+    skip_batches: int
+    skips: bool
+    world_size: int
+    total_batch_size: int
+    cursor: Cursor
     events: Events
-    attempts: Callable[[], int] | None
-    meter: Meter | None
-    part: Callable[[Any], Any] | None
-
-    def _adopt(
-        self,
-        *,
-        context: RunContext | None,
-        device: torch.device | str | None,
-        non_blocking: bool,
-        prefetch_to_device: bool,
-        rng_types: Sequence[str] | None,
-        synchronized_generator: torch.Generator | None,
-        skip_batches: int,
-        total_batch_size: int,
-        world_size: int | None,
-    ) -> None:
-        if context is None:
-            from orc.runtime.core.context import current_context
-
-            context = current_context()
-        self.context = context
-        self.gradient = context.gradient
-        self.device = None if device is None else torch.device(device)
-        self.non_blocking = non_blocking
-        self.prefetch_to_device = prefetch_to_device
-        self.lane: Lane | None = None  # made by the first pass: it opens the device
-        self.rng_types = tuple(str(kind) for kind in rng_types or ())
-        self.synchronized_generator = synchronized_generator
-        self.skip_batches = skip_batches
-        self.skips = skip_batches > 0
-        self.world_size = context.topology.pin_data_share()[1] if world_size is None else world_size
-        self.simulated = False
-        self.own_share = False
-        self.total_batch_size = total_batch_size
-        self.cursor = Cursor()
-        self.end_of_dataloader = False
-        self.remainder = -1
-        self.events = Events()
-        self.attempts = None
-        self.meter = None
-        self.part = None
-        self.seek: torch.Tensor | None = None  # of the workers, see `seek_tensor`
+    _pass_sampler: PassSampler | None
+    end_of_dataloader = False
+    remainder = -1
+    own_share = False
+    simulated = False
+    attempts: Callable[[], int] | None = None
+    meter: Meter | None = None
+    part: Callable[[Any], Any] | None = None
+    lane: Lane | None = None  # made by the first pass: it opens the device
+    seek: torch.Tensor | None = None  # of the workers, see `seek_tensor`
 
     if TYPE_CHECKING:  # each loader has its own
 
@@ -104,10 +82,13 @@ class DataLoaderAdapter:
             self.dataset.seek_of_workers = None
 
     @property
+    def _given_dataset(self) -> Any:
+        return self.dataset.dataset if isinstance(self.dataset, Stream) else self.dataset
+
+    @property
     def total_dataset_length(self) -> int:
         """Samples of the dataset over all ranks. Raises `TypeError` for a stream without a length."""
-        inner = self.dataset.dataset if isinstance(self.dataset, Stream) else self.dataset
-        return len(inner)
+        return len(self._given_dataset)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -156,9 +137,8 @@ class DataLoaderAdapter:
         sampler = self._passes()
         if sampler is not None:
             sampler.set_epoch(epoch)
-        dataset = self.dataset.dataset if isinstance(self.dataset, Stream) else self.dataset
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(epoch)
+        if hasattr(self._given_dataset, "set_epoch"):
+            self._given_dataset.set_epoch(epoch)
 
     def _seed_stream(self, epoch: int) -> None:
         """Let ranks that all read a stream read it in one order: its generator begins with the epoch."""
@@ -168,8 +148,8 @@ class DataLoaderAdapter:
                 generator.manual_seed(epoch)
 
     def _passes(self) -> PassSampler | None:
-        """The batch sampler that can start anywhere, `None` for streams and for the user's own samplers."""
-        raise NotImplementedError
+        """The batch sampler that can start anywhere; `None` for streams."""
+        return self._pass_sampler
 
     @property
     def rows_of_last_batch(self) -> int:

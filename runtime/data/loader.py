@@ -10,17 +10,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from orc.runtime.collectives.batch import rows_of
+from orc.runtime.core.context import RunContext, current_context
+from orc.runtime.core.events import Events
 from orc.runtime.data.adapter import DataLoaderAdapter
 from orc.runtime.data.index_batches import CustomBatches, PassSampler
 from orc.runtime.data.iterable import SKIP, START, Marked, Stream, begin_at, seek_tensor
 from orc.runtime.data.lane import Arriving, one_ahead
-from orc.runtime.data.position import Key, Pass
+from orc.runtime.data.position import Cursor, Key, Pass
 from orc.runtime.data.samplers import BatchSamplerShard
 
 if TYPE_CHECKING:
     from typing import Self  # newer than the oldest Python of a rank
-
-    from orc.runtime.core.context import RunContext
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
@@ -73,17 +73,17 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
             shard = BatchSamplerShard(given, even_batches=False)
             # torch forbids replacing it through the attribute
             self.__dict__["batch_sampler"] = CustomBatches(shard, lambda tensor: tensor, 1)
-        self._adopt(
-            context=context,
-            device=device,
-            non_blocking=non_blocking,
-            prefetch_to_device=prefetch_to_device,
-            rng_types=rng_types,
-            synchronized_generator=synchronized_generator,
-            skip_batches=skip_batches,
-            total_batch_size=0,
-            world_size=world_size,
-        )
+        self.context = context = context or current_context()
+        self.gradient = context.gradient
+        self.device = None if device is None else torch.device(device)
+        self.non_blocking = non_blocking
+        self.prefetch_to_device = prefetch_to_device
+        self.rng_types = tuple(str(kind) for kind in rng_types or ())
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches, self.skips = skip_batches, skip_batches > 0
+        self.world_size = context.topology.pin_data_share()[1] if world_size is None else world_size
+        self.cursor = Cursor()
+        self.events = Events()
         rows = self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 1
         self.total_batch_size = total_batch_size or rows * self.world_size
         self.__dict__["batch_size"] = rows if self.batch_sampler is not None else None
@@ -91,9 +91,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoader[Any]):
         self._pass_sampler = sampler if isinstance(sampler, PassSampler) else None
         if isinstance(sampler, CustomBatches) and sampler is self.batch_sampler:
             self.__dict__["batch_sampler"] = sampler.given  # scripts look for their own object there
-
-    def _passes(self) -> PassSampler | None:
-        return self._pass_sampler
 
     @property
     def _index_sampler(self) -> Any:  # what torch iterates

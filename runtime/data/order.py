@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,26 +37,30 @@ def permutation(sampler: RandomSampler, generator: torch.Generator) -> Indices:
     return whole
 
 
-class Order(Protocol):
-    """An order of samples. A *key* is all that determines one epoch's order; it survives in checkpoints."""
+class Order:
+    """An order of samples, *length* in each epoch; this one is 0, 1, 2, ...
 
-    kind: str
+    A *key* is all that determines one epoch's order; it survives in checkpoints.
+    """
+
+    kind = "sequential"
+
+    def __init__(self, length: int) -> None:
+        self.length = length
 
     def __len__(self) -> int:
-        """Samples per epoch."""
-        ...
+        return self.length
 
     def draw(self, epoch: int, share: Share) -> Key:
         """The key of a new epoch, the same on all ranks: *share* replaces a tensor by rank 0's."""
-        ...
+        return {"kind": self.kind}
 
     def indices(self, key: Mapping[str, Any]) -> Indices | None:
-        """The whole order for *key*; `None` means 0, 1, 2, ..."""
-        ...
+        """The whole order for *key*; `None` means 0, 1, 2, ...: a range needs no memory."""
+        return None
 
     def finish(self) -> None:
         """All of the order is taken: what it is drawn from goes to where the next begins."""
-        ...
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,30 +87,7 @@ class FromFirst:
         return shared
 
 
-class SequentialOrder:
-    """0, 1, 2, ... in every epoch."""
-
-    kind = "sequential"
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def draw(self, epoch: int, share: Share) -> Key:
-        """Nothing to draw."""
-        return {"kind": self.kind}
-
-    def indices(self, key: Mapping[str, Any]) -> Indices | None:
-        """`None`: a range needs no memory."""
-        return None
-
-    def finish(self) -> None:
-        """Nothing is drawn from."""
-
-
-class ShuffledOrder:
+class ShuffledOrder(Order):
     """The order that `torch.utils.data.RandomSampler` would yield on rank 0, agreed on by all ranks.
 
     Draws exactly what the sampler would draw, from the same generator, so that on one process the order equals the
@@ -116,12 +97,10 @@ class ShuffledOrder:
     kind = "shuffled"
 
     def __init__(self, sampler: RandomSampler) -> None:
+        super().__init__(sampler.num_samples)
         self.sampler = sampler
         self._drawn: tuple[Key, Indices] | None = None
         self._after: torch.Tensor | None = None  # where the sampler's generator stands behind the order
-
-    def __len__(self) -> int:
-        return self.sampler.num_samples
 
     def draw(self, epoch: int, share: Share) -> Key:
         """The state of the sampler's generator, or a seed from torch's own where it has none."""
@@ -166,16 +145,14 @@ class ShuffledOrder:
             self.sampler.generator.set_state(self._after)
 
 
-class SeededOrder:
+class SeededOrder(Order):
     """The order that `SeedableRandomSampler` yields: a function of its seed and the epoch alone."""
 
     kind = "seeded"
 
     def __init__(self, sampler: SeedableRandomSampler) -> None:
+        super().__init__(sampler.num_samples)
         self.sampler = sampler
-
-    def __len__(self) -> int:
-        return self.sampler.num_samples
 
     def draw(self, epoch: int, share: Share) -> Key:
         """Rank 0's seed and the epoch."""
@@ -188,9 +165,6 @@ class SeededOrder:
     def indices(self, key: Mapping[str, Any]) -> Indices | None:
         """The permutation of ``seed + epoch``."""
         return permutation(self.sampler, torch.Generator().manual_seed(key["seed"] + key["epoch"]))
-
-    def finish(self) -> None:
-        """Nothing remains of an epoch's order but its number."""
 
 
 def check_key(order: Order, key: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from orc.runtime.data.dispatch import DataLoaderDispatcher, SliceFunction
 from orc.runtime.data.index_batches import CustomBatches, PassSampler, PlanBatches
 from orc.runtime.data.iterable import IterableDatasetShard, MarkedCollate, Stream
 from orc.runtime.data.loader import DataLoaderShard, is_stream, shares_itself
-from orc.runtime.data.order import Order, SeededOrder, SequentialOrder, ShuffledOrder, share_in
+from orc.runtime.data.order import Order, SeededOrder, ShuffledOrder, share_in
 from orc.runtime.data.plan import IndexPlan
 from orc.runtime.data.position import Share
 from orc.runtime.data.samplers import BatchSamplerShard, SeedableRandomSampler, fixed_batch_size
@@ -27,19 +27,9 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
 # Arguments of DataLoader that a prepared loader takes over unchanged.
-KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-    "snapshot_every_n_steps",
+_KEPT = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
 )
 _DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard", "fsdp", "ddp")
 
@@ -91,7 +81,7 @@ def prepare_data_loader(
         non_blocking: copy to the device asynchronously; from pinned memory it always is.
         prefetch_to_device: copy to a CUDA device beside what it computes, on a stream of its own.
         use_stateful_dataloader: the loader is a torchdata `StatefulDataLoader` as well, which knows the state of a
-            stream in worker processes, see `orc.runtime.data.stateful`; all others have a position too.
+            stream in worker processes, see `orc.runtime.data.backed`; all others have a position too.
         torch_device_mesh: ranks that differ in its data dimensions alone get different shares.
         context: the run; the current one by default.
 
@@ -130,12 +120,9 @@ def prepare_data_loader(
             "divide its batch_size by the number of processes and leave split_batches out"
         )
     generator = dataloader.generator if isinstance(dataloader.generator, torch.Generator) else None
-    known = {*inspect.signature(DataLoader.__init__).parameters}
-    if use_stateful_dataloader:
-        known.add("snapshot_every_n_steps")
-    kept: dict[str, Any] = {
-        name: getattr(dataloader, name) for name in KEPT if hasattr(dataloader, name) and name in known
-    }
+    kept = _kept(dataloader)
+    if use_stateful_dataloader and hasattr(dataloader, "snapshot_every_n_steps"):
+        kept["snapshot_every_n_steps"] = dataloader.snapshot_every_n_steps
     if dispatch and context.distributed:
         kept.pop("generator", None)  # of the order alone: the seed of the workers comes from torch's, on all ranks
     if dataloader.num_workers > 0:
@@ -211,6 +198,30 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     return dataloader.skipping(num_batches)
 
 
+def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
+    """Return a loader like *loader* with batches of *batch_size* samples.
+
+    Raises:
+        ValueError: its batches are made by a sampler of the script's own, or it has none.
+    """
+    if loader.batch_size == batch_size:
+        return loader
+    if loader.batch_size is None or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        raise ValueError(
+            "the batches of this loader are made by a sampler of their own, so that their size cannot be changed to "
+            f"{batch_size}: give the DataLoader a batch_size instead of a batch_sampler"
+        )
+    kept = _kept(loader)
+    if not is_stream(loader):
+        kept["sampler"] = loader.sampler
+    return DataLoader(loader.dataset, batch_size=batch_size, drop_last=loader.drop_last, **kept)
+
+
+def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
+    known = inspect.signature(DataLoader.__init__).parameters  # of this torch
+    return {name: getattr(loader, name) for name in _KEPT if name in known and hasattr(loader, name)}
+
+
 def _data_place(mesh: DeviceMesh) -> tuple[int, int]:
     """Number of data shares of *mesh*, and this rank's."""
     names = mesh.mesh_dim_names
@@ -281,7 +292,7 @@ def _sampler(dataloader: DataLoader[Any], seedable: bool, data_seed: int | None)
 def _order(sampler: Any) -> Order | None:
     """The known order of *sampler*; `None` for the user's own. A subclass may yield anything."""
     if type(sampler) is SequentialSampler and isinstance(sampler.data_source, Sized):
-        return SequentialOrder(len(sampler.data_source))
+        return Order(len(sampler.data_source))
     if type(sampler) is RandomSampler:
         return ShuffledOrder(sampler)
     if type(sampler) is SeedableRandomSampler:

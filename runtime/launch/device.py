@@ -154,7 +154,7 @@ def binds(device: torch.device, opened: str, torch_version: str = "") -> bool:
     """
     if device.type != "cuda" or opened == "gloo":
         return False
-    from orc.runtime.core.versions import compare_versions
+    from orc.runtime.core.availability import compare_versions
 
     return ":" not in opened or compare_versions(torch_version or str(torch.__version__), ">=", "2.10")
 

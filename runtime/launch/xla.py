@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from orc.runtime.core.compute import Compute
+from orc.runtime.core.compute import Compute, Leaves
 from orc.runtime.core.enums import DistributedType
 from orc.runtime.core.environment import LaunchEnvironment
 from orc.runtime.core.errors import LaunchError
@@ -190,9 +190,7 @@ class Xla(Compute):
         self.device: torch.device = self._root.device()
         self.world_size = int(self._runtime.world_size())
         self._reduced: set[int] = set()  # optimizers whose gradients are averaged, and that have not stepped since
-        from orc.runtime.collectives.on_xla import XlaCarrier
-
-        self.collectives = XlaCarrier(self)
+        self.collectives = self
         self._mark: Callable[[], None] = getattr(self._root, "sync", None) or self._model.mark_step
 
     @property
@@ -255,19 +253,31 @@ class Xla(Compute):
         """The gradients of *optimizer* are new ones."""
         self._reduced.discard(id(optimizer))
 
-    # collectives
+    # collectives, see `Carrier`
 
-    def all_reduce(self, tensors: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
-        """The sum over the processes of each of *tensors*, times *scale*; the tensors stay as they are."""
-        return self._apart(lambda: [self._model.all_reduce("sum", tensor, scale=scale) for tensor in tensors])
+    def gather(self, leaves: Leaves) -> Leaves:
+        """Each of *leaves* of all processes, joined along the first dimension."""
+        full = [leaf for leaf in leaves if leaf.numel()]
+        rows = [_numbers(leaf).reshape(leaf.shape or (1,)) for leaf in full]
+        gathered = iter(self._apart(lambda: [self._model.all_gather(row, dim=0) for row in rows]))
+        return [
+            next(gathered).to(leaf.dtype)
+            if leaf.numel()
+            else leaf.new_empty((self.world_size * leaf.shape[0], *leaf.shape[1:]))
+            for leaf in leaves
+        ]
 
-    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each of *tensors* (at least one dimension) of all processes, joined along the first dimension."""
-        return self._apart(lambda: [self._model.all_gather(tensor, dim=0) for tensor in tensors])
+    def reduce(self, leaves: Leaves, reduction: str, scale: float) -> Leaves:
+        """The sum or mean over the processes of each of *leaves*, times *scale*; they stay as they are."""
+        numbers = [_numbers(leaf) for leaf in leaves]
+        scaled = [tensor if tensor.is_floating_point() or scale == 1 else tensor.float() for tensor in numbers]
+        totals = self._apart(lambda: [self._model.all_reduce("sum", tensor, scale=scale) for tensor in scaled])
+        return [total / self.world_size for total in totals] if reduction == "mean" else totals
 
-    def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Fill *tensors*, in place, with those of rank *source*."""
-        self._apart(lambda: self._model.collective_broadcast(list(tensors), root_ordinal=source))
+    def broadcast(self, leaves: Leaves, source: int) -> Leaves:
+        """*leaves*, filled in place with those of rank *source*."""
+        self._apart(lambda: self._model.collective_broadcast(list(leaves), root_ordinal=source))
+        return leaves
 
     def _apart(self, collective: Callable[[], T]) -> T:
         # Processes may have traced different things before, and only some may look at the result.
@@ -300,3 +310,10 @@ class Xla(Compute):
     def set_rng_state(self, state: int) -> None:
         """Put the device's random number generator there."""
         self._model.set_rng_state(state)
+
+
+def _numbers(leaf: Tensor) -> Tensor:
+    # XLA's collectives are for numbers; sums of truth values stay counts, as everywhere.
+    import torch
+
+    return leaf.to(torch.int64) if leaf.dtype == torch.bool else leaf

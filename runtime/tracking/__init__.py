@@ -1,4 +1,4 @@
-"""Experiment trackers: one module per library. Modules and libraries are imported when they are needed."""
+"""Experiment trackers: a module per library, or kind of library. All are imported when they are needed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ if TYPE_CHECKING:
     from orc.runtime.tracking.comet import CometMLTracker
     from orc.runtime.tracking.dvclive import DVCLiveTracker
     from orc.runtime.tracking.mlflow import MLflowTracker
+    from orc.runtime.tracking.project_runs import SwanLabTracker, TrackioTracker, WandBTracker
     from orc.runtime.tracking.selection import filter_trackers, get_available_trackers, register_tracker_class
-    from orc.runtime.tracking.swanlab import SwanLabTracker
     from orc.runtime.tracking.tensorboard import TensorBoardTracker
-    from orc.runtime.tracking.trackio import TrackioTracker
-    from orc.runtime.tracking.wandb import WandBTracker
 
 __all__ = [
     "AimTracker",
@@ -35,25 +33,9 @@ __all__ = [
     "register_tracker_class",
 ]
 
-_HOMES = {
-    "AimTracker": "aim",
-    "ClearMLTracker": "clearml",
-    "CometMLTracker": "comet",
-    "DVCLiveTracker": "dvclive",
-    "GeneralTracker": "base",
-    "MLflowTracker": "mlflow",
-    "SwanLabTracker": "swanlab",
-    "TensorBoardTracker": "tensorboard",
-    "TrackioTracker": "trackio",
-    "WandBTracker": "wandb",
-    "filter_trackers": "selection",
-    "get_available_trackers": "selection",
-    "on_main_process": "base",
-    "register_tracker_class": "selection",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    home = "base" if name in ("GeneralTracker", "on_main_process") else "selection"  # which has all others
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -23,10 +23,8 @@ class AimTracker(LibraryTracker):
     modules = ("aim",)
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
-        self._kwargs = kwargs
 
     def _open(self) -> Any:
         from aim import Run
@@ -39,10 +37,7 @@ class AimTracker(LibraryTracker):
     def _close(self, run: Any) -> None:
         run.close()
 
-    @property
-    def writer(self) -> Any:
-        """The run."""
-        return self.tracker
+    writer = property(lambda self: self.tracker, doc="The run.")
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -68,14 +63,11 @@ class AimTracker(LibraryTracker):
         """
         import aim
 
-        options = kwargs or {}
+        of_image, of_track = (dict((kwargs or {}).get(name, {})) for name in ("aim_image", "track"))
+
+        def image(given: Any) -> Any:
+            return aim.Image(*(given if isinstance(given, tuple) else (given,)), **of_image)
+
         for key, value in values.items():
-            images = [
-                aim.Image(*one, **options.get("aim_image", {}))
-                if isinstance(one, tuple)
-                else aim.Image(one, **options.get("aim_image", {}))
-                for one in (value if isinstance(value, list) else [value])
-            ]
-            self.tracker.track(
-                images if isinstance(value, list) else images[0], name=key, step=step, **options.get("track", {})
-            )
+            images = [image(given) for given in value] if isinstance(value, list) else image(value)
+            self.tracker.track(images, name=key, step=step, **of_track)

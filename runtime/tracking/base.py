@@ -8,11 +8,27 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from orc.runtime.core.enums import StrEnum
 from orc.runtime.logging import MultiProcessAdapter, process_rank
 
 LOGGER = MultiProcessAdapter(logging.getLogger("orc.runtime.tracking"), {})
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class LoggerType(StrEnum):
+    """Experiment trackers."""
+
+    ALL = "all"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    AIM = "aim"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
 
 
 def on_main_process(function: F) -> F:
@@ -119,10 +135,16 @@ class LibraryTracker(GeneralTracker):
     The run is opened by `start`, or on first use by a script that takes a tracker without an Accelerator.
     """
 
+    requires_logging_directory = False
     package: str  # what to install
     modules: tuple[str, ...]  # any of these being importable makes the tracker available
     _run: Any = None
     _finished = False
+
+    def __init__(self, run_name: str | None, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self._kwargs = kwargs  # of what opens the run
 
     @property
     def tracker(self) -> Any:

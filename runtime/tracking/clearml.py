@@ -19,15 +19,12 @@ class ClearMLTracker(LibraryTracker):
     """
 
     name = "clearml"
-    requires_logging_directory = False
     package = "clearml"
     modules = ("clearml",)
+    _own = False  # who made the task closes it
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self._kwargs = kwargs
-        self._own = False
+        super().__init__(run_name, **kwargs)
 
     def _open(self) -> Any:
         from clearml import Task
@@ -43,14 +40,11 @@ class ClearMLTracker(LibraryTracker):
         return Task.init(**{**names, **self._kwargs})
 
     def _close(self, run: Any) -> None:
-        if self._own:  # who made the task closes it
+        if self._own:
             run.close()
             self._own = False
 
-    @property
-    def task(self) -> Any:
-        """The task."""
-        return self.tracker
+    task = property(lambda self: self.tracker, doc="The task.")
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -16,14 +16,11 @@ class CometMLTracker(LibraryTracker):
     """
 
     name = "comet_ml"
-    requires_logging_directory = False
     package = "comet-ml>=3.41"
     modules = ("comet_ml",)
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self._kwargs = kwargs
+        super().__init__(run_name, **kwargs)
 
     def _open(self) -> Any:
         import comet_ml
@@ -33,10 +30,7 @@ class CometMLTracker(LibraryTracker):
     def _close(self, run: Any) -> None:
         run.end()
 
-    @property
-    def writer(self) -> Any:
-        """The experiment."""
-        return self.tracker
+    writer = property(lambda self: self.tracker, doc="The experiment.")
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

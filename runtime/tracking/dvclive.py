@@ -17,15 +17,12 @@ class DVCLiveTracker(LibraryTracker):
     """
 
     name = "dvclive"
-    requires_logging_directory = False
     package = "dvclive"
     modules = ("dvclive",)
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self._given = live
-        self._kwargs = kwargs
 
     def _open(self) -> Any:
         from dvclive import Live
@@ -35,10 +32,7 @@ class DVCLiveTracker(LibraryTracker):
     def _close(self, run: Any) -> None:
         run.end()
 
-    @property
-    def live(self) -> Any:
-        """The ``Live``."""
-        return self.tracker
+    live = property(lambda self: self.tracker, doc="The ``Live``.")
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

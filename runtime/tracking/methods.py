@@ -175,7 +175,7 @@ def _warn_early() -> None:
 
 
 def _check_names(argument: str, given: Mapping[str, Any], in_use: tuple[str, ...]) -> None:
-    from orc.runtime.tracking.logger_type import LoggerType
+    from orc.runtime.tracking.base import LoggerType
 
     for name in given:
         if name not in in_use and name not in {*LoggerType}:

@@ -25,7 +25,6 @@ class MLflowTracker(LibraryTracker):
     """
 
     name = "mlflow"
-    requires_logging_directory = False
     package = "mlflow"
     modules = ("mlflow",)
 
@@ -39,7 +38,7 @@ class MLflowTracker(LibraryTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(run_name)
         env = os.environ
         self.experiment_name = env.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = logging_dir
@@ -47,7 +46,6 @@ class MLflowTracker(LibraryTracker):
         self.tags = _tags(env.get("MLFLOW_TAGS", tags))
         nested = env.get("MLFLOW_NESTED_RUN")
         self.nested_run = bool(nested_run) if nested is None else parse_bool(nested)
-        self.run_name = run_name
         self.description = description
 
     def _open(self) -> Any:
@@ -80,10 +78,7 @@ class MLflowTracker(LibraryTracker):
         if active is not None and active.info.run_id == run.info.run_id:  # else the script has ended it
             mlflow.end_run()
 
-    @property
-    def active_run(self) -> Any:
-        """The run."""
-        return self.tracker
+    active_run = property(lambda self: self.tracker, doc="The run.")
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -9,16 +9,13 @@ from typing import TypeAlias
 from orc.runtime.core.availability import is_package
 from orc.runtime.core.parsing import nearest
 from orc.runtime.tracking.aim import AimTracker
-from orc.runtime.tracking.base import LOGGER, GeneralTracker, LibraryTracker, check_tracker
+from orc.runtime.tracking.base import LOGGER, GeneralTracker, LibraryTracker, LoggerType, check_tracker
 from orc.runtime.tracking.clearml import ClearMLTracker
 from orc.runtime.tracking.comet import CometMLTracker
 from orc.runtime.tracking.dvclive import DVCLiveTracker
-from orc.runtime.tracking.logger_type import LoggerType
 from orc.runtime.tracking.mlflow import MLflowTracker
-from orc.runtime.tracking.swanlab import SwanLabTracker
+from orc.runtime.tracking.project_runs import SwanLabTracker, TrackioTracker, WandBTracker
 from orc.runtime.tracking.tensorboard import TensorBoardTracker
-from orc.runtime.tracking.trackio import TrackioTracker
-from orc.runtime.tracking.wandb import WandBTracker
 
 Tracker: TypeAlias = str | LoggerType | GeneralTracker
 Chosen: TypeAlias = "LoggerType | GeneralTracker | type[GeneralTracker]"  # built in, made by the script, registered

@@ -29,10 +29,8 @@ class TensorBoardTracker(LibraryTracker):
     modules = ("tensorboard", "tensorboardX")
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.logging_dir = os.path.join(logging_dir, run_name)  # noqa: PTH118 (documented as text)
-        self._kwargs = kwargs
 
     def _open(self) -> SummaryWriter:
         try:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orc.runtime.collectives.structure import find_device
-from orc.runtime.collectives.tree import send_to_device
+from orc.runtime.collectives.tree import find_device, send_to_device
 from orc.runtime.memory.sizes import named_module_tensors
 from orc.runtime.weights.empty_weights import moved_parameter
 from orc.runtime.weights.hooks import Arguments, ModelHook, SequentialHook, add_hook_to_module

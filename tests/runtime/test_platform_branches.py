@@ -13,7 +13,6 @@ ALLOWED = {
     "launch/process_group.py",
     "engine/xla.py",
     "parallel/xla.py",
-    "collectives/on_xla.py",
     "train/seeding.py",  # "xla" is one of the documented kinds of generators
 }
 KINDS_ALLOWED = {
@@ -34,7 +33,7 @@ def branches(tree):
         module = (node.module or "").split(".")[-1] if isinstance(node, ast.ImportFrom) else ""
         attribute = node.attr if isinstance(node, ast.Attribute) else ""
         owner = getattr(node.value, "id", "") if isinstance(node, ast.Attribute) else ""
-        if attribute == "xla" or module in ("xla", "on_xla"):
+        if attribute == "xla" or module == "xla":
             yield "xla", node.lineno
         if attribute == "distributed_type" or owner == "DistributedType":
             yield "kind", node.lineno

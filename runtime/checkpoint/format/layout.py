@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.state.ownership import forget_dead
 from orc.runtime.checkpoint.storage.durable import FileRecord, checksums, remove_tree, replaced_name, sync_directory
 from orc.runtime.core.names import safe_relative_name
+
+if TYPE_CHECKING:
+    from orc.runtime.core.prepared import Prepared
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
@@ -48,14 +51,21 @@ def model_file(index: int, safe: bool = True) -> str:
     return numbered(SAFE_MODEL_NAME, index, "safetensors") if safe else numbered(MODEL_NAME, index, "bin")
 
 
+def files_of_rest(prepared: Prepared) -> Iterator[tuple[str, Any, str]]:
+    """Yield the file of each object but models and optimizers, the object, and its kind (``loader`` is one)."""
+    for index, scheduler in enumerate(prepared.schedulers):
+        yield numbered(SCHEDULER_NAME, index, "bin"), scheduler, "scheduler"
+    for index, loader in enumerate(prepared.dataloaders):
+        yield numbered(SAMPLER_NAME, index, "bin"), loader, "loader"
+    if (scaler := prepared.current_scaler()) is not None:
+        yield SCALER_NAME, scaler, "scaler"
+    for index, registered in enumerate(prepared.custom):
+        yield f"{CUSTOM_NAME}_{index}.pkl", registered, "custom"
+
+
 def random_states_file(rank: int) -> str:
     """The generators of *rank*."""
     return f"{RNG_STATE_NAME}_{rank}.pkl"
-
-
-def custom_file(index: int) -> str:
-    """Registered object *index*."""
-    return f"{CUSTOM_NAME}_{index}.pkl"
 
 
 def model_shards(index: int) -> str:
@@ -105,19 +115,11 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The content of the file."""
-        data: dict[str, Any] = {
-            "format": FORMAT,
-            "id": self.id,
-            "step": self.step,
-            "epoch": self.epoch,
-            "offset": self.offset,
-            "world_size": self.world_size,
-            "created_at": self.created_at,
-            **({"prefix": self.prefix} if self.prefix else {}),
-            **({} if self.random_states is None else {"random_states": list(self.random_states)}),
-            **({"norms": [list(pair) for pair in self.norms]} if self.norms else {}),
-            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
-        }
+        fields = asdict(self)
+        files = fields.pop("files")
+        optional = ("prefix", "random_states", "norms")
+        data = {"format": FORMAT, **{name: value for name, value in fields.items() if value or name not in optional}}
+        data["files"] = dict(sorted(files.items()))
         data["own_checksum"] = _own_checksum(data)
         return (json.dumps(data, indent=1) + "\n").encode()
 

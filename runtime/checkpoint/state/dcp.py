@@ -23,12 +23,7 @@ from orc.runtime.checkpoint.state.shard_files import files_of, paths, plan_of, r
 from orc.runtime.checkpoint.state.strategies import (
     SHARDED,
     Full,
-    bare_optimizer,
-    flattened,
-    models_of,
-    named_state,
-    names_by_position,
-    positioned_state,
+    Stepped,
 )
 from orc.runtime.core.prepared import Layout, PreparedModel
 from orc.runtime.parallel.shards import replicated
@@ -47,10 +42,10 @@ class Sharded(Full):
 
     def optimizer_state(self, optimizer: Any, models: Sequence[PreparedModel], *, keep: bool = True) -> dict[str, Any]:
         """Return this rank's part, by names of parameters."""
-        stepped = models_of(optimizer, models)
-        if flattened(stepped):
-            return dict(fsdp1.optimizer_state(bare_optimizer(optimizer), stepped))
-        state = named_state(optimizer, stepped)
+        stepped = Stepped(optimizer, models)
+        if stepped.flattened:
+            return dict(fsdp1.optimizer_state(stepped.optimizer, stepped.models))
+        state = stepped.named_state()
         return {**state, "param_groups": plain(state["param_groups"])}
 
     def model_problem(self, folder: Any, model: PreparedModel, *, strict: bool = True) -> str | None:
@@ -80,21 +75,19 @@ class Sharded(Full):
 
     def optimizer_problem(self, folder: Any, optimizer: Any, models: Sequence[PreparedModel]) -> str | None:
         """Return why *optimizer* would not take the shards in *folder*."""
-        stepped = models_of(optimizer, models)
-        if flattened(stepped):
+        stepped = Stepped(optimizer, models)
+        if stepped.flattened:
             return None
         metadata = read_metadata(folder)
-        bare = bare_optimizer(optimizer)
         try:
             named = _read(folder, metadata, {}, tensors=False)
-            names = names_by_position(bare, stepped)
             for name in named["state"]:
-                if name not in names.values():
+                if name not in stepped.names.values():
                     return f"it has state of {name}, which the optimizer here does not step"
-            positioned_state(bare, stepped, named)
+            stepped.positioned(named)
         except CheckpointError as error:
             return str(error)
-        parameters = _parameters(bare, names)
+        parameters = _by_name(stepped)
         for entry, path in paths(metadata).items():
             saved = metadata.state_dict_metadata[entry]
             if path[:2] == (_OPTIMIZER, "state") and isinstance(saved, TensorStorageMetadata):
@@ -111,18 +104,16 @@ class Sharded(Full):
         Raises:
             CheckpointError: they cannot be read, or do not fit.
         """
-        stepped = models_of(optimizer, models)
-        bare = bare_optimizer(optimizer)
-        metadata = read_metadata(folder)
-        if flattened(stepped):
-            fsdp1.load_optimizer(folder, metadata, bare, stepped)
+        stepped, metadata = Stepped(optimizer, models), read_metadata(folder)
+        if stepped.flattened:
+            fsdp1.load_optimizer(folder, metadata, stepped.optimizer, stepped.models)
             return
-        targets = _targets(metadata, bare, stepped)
+        targets = _targets(metadata, stepped)
         try:
-            state = positioned_state(bare, stepped, _read(folder, metadata, targets))
+            state = stepped.positioned(_read(folder, metadata, targets))
         except (CheckpointError, KeyError) as error:
             raise CheckpointError(f"{folder} does not fit the prepared optimizer: {error}") from error
-        bare.load_state_dict(state)
+        stepped.optimizer.load_state_dict(state)
 
 
 def model_files(folder: Path, model: PreparedModel) -> set[str]:
@@ -157,10 +148,10 @@ def load_part(folder: Path, model: PreparedModel, state: Mapping[str, Any], only
 
 def optimizer_files(folder: Path, optimizer: Any, models: Sequence[PreparedModel]) -> set[str]:
     """Return the names of the files in *folder* from which this rank would read *optimizer*."""
-    metadata, stepped = read_metadata(folder), models_of(optimizer, models)
-    if flattened(stepped):
+    metadata, stepped = read_metadata(folder), Stepped(optimizer, models)
+    if stepped.flattened:
         return _all_files(metadata)
-    targets = _targets(metadata, bare_optimizer(optimizer), stepped)
+    targets = _targets(metadata, stepped)
     return files_of(metadata, plan_of(_unread(metadata, targets), metadata, partial=True)[1])
 
 
@@ -168,13 +159,10 @@ def _all_files(metadata: Metadata) -> set[str]:
     return {place.relative_path for place in metadata.storage_data.values()}
 
 
-def _targets(
-    metadata: Metadata, bare: torch.optim.Optimizer, stepped: Sequence[PreparedModel]
-) -> dict[str, torch.Tensor]:
+def _targets(metadata: Metadata, stepped: Stepped) -> dict[str, torch.Tensor]:
     """Return the tensors to read the entries of *metadata* into, by entry."""
-    names = names_by_position(bare, stepped)
-    parameters = _parameters(bare, names)
-    current = {name: bare.state.get(parameter, {}) for name, parameter in parameters.items()}
+    parameters = _by_name(stepped)
+    current = {name: stepped.optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
     targets = {}
     for entry, path in paths(metadata).items():
         saved = metadata.state_dict_metadata[entry]
@@ -223,9 +211,8 @@ def _target(saved: TensorStorageMetadata, there: Any, parameter: torch.Tensor | 
     return torch.empty(saved.size, dtype=dtype, device=parameter.device)
 
 
-def _parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
-    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {names[position]: parameter for position, parameter in enumerate(every)}
+def _by_name(stepped: Stepped) -> dict[str, torch.Tensor]:
+    return {stepped.names[position]: parameter for position, parameter in enumerate(stepped.parameters)}
 
 
 def _saved_sizes(metadata: Metadata) -> dict[str, torch.Size | None]:

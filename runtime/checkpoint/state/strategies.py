@@ -7,6 +7,7 @@ import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,105 +52,97 @@ def strategy_of(model: PreparedModel, wanted: str | None = None) -> str:
 
 def strategy_of_optimizer(optimizer: Any, models: Sequence[PreparedModel], wanted: str | None = None) -> str:
     """Return the name of the strategy that saves *optimizer*: that of the *models* whose parameters it steps."""
-    parts = any(model.layout is Layout.STAGED for model in models_of(optimizer, models))
-    return (wanted or SHARDED) if not parts and steps_parts(optimizer, models) else FULL
-
-
-def steps_parts(optimizer: Any, models: Sequence[PreparedModel]) -> bool:
-    """Return whether *optimizer* steps parameters of which this process holds a part alone, those of *models*."""
-    sharded = [model for model in models if model.spread]
-    groups = getattr(bare_optimizer(optimizer), "param_groups", ())  # an optimizer of the script may have none
-    cut = any(hasattr(parameter, "full_tensor") for group in groups for parameter in group["params"])
-    return cut or bool(sharded and models_of(optimizer, sharded))
+    stepped = Stepped(optimizer, models)
+    staged = any(model.layout is Layout.STAGED for model in stepped.models)
+    return (wanted or SHARDED) if stepped.in_parts and not staged else FULL
 
 
 # What compiling, checkpointing of activations and FSDP 1 put between a module's name and its children's.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
-def flattened(models: Sequence[PreparedModel]) -> bool:
-    """Return whether only torch itself can name the parameters of one of *models*."""
-    return any(model.layout is Layout.FLATTENED for model in models)
+class Stepped:
+    """What an optimizer steps.
 
-
-def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return torch's optimizer inside a prepared one."""
-    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
-
-
-def models_of(optimizer: Any, models: Sequence[PreparedModel]) -> list[PreparedModel]:
-    """Return those of *models* whose parameters *optimizer* steps, in their order."""
-    groups = getattr(bare_optimizer(optimizer), "param_groups", ())  # an optimizer of the script may have none
-    stepped = {id(parameter) for group in groups for parameter in group["params"]}
-    return [model for model in models if any(id(parameter) in stepped for parameter in model.model.parameters())]
-
-
-def parameter_names(models: Sequence[PreparedModel]) -> dict[int, str]:
-    """Return the name of each parameter by its ``id``, as in the model that the script wrote.
-
-    With several models their number stands before the name. A parameter that several modules share has its first name.
+    Attributes:
+        optimizer: torch's, inside a prepared one.
+        parameters: its parameters, by their positions in its ``state_dict``.
+        models: those of the given ones whose parameters they are, in their order.
+        partition: where the parameters lie, of which processes have different ones.
+        flattened: only torch itself can name the parameters of one of the models.
     """
-    names: dict[int, str] = {}
-    for number, model in enumerate(models):
-        for name, parameter in model.bare.named_parameters():
-            names.setdefault(id(parameter), (f"{number}." if len(models) > 1 else "") + _WRAPPERS.sub("", name))
-    return names
 
+    def __init__(self, optimizer: Any, models: Sequence[PreparedModel]) -> None:
+        self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        groups = getattr(self.optimizer, "param_groups", ())  # an optimizer of the script may have none
+        self.parameters: list[torch.Tensor] = [parameter for group in groups for parameter in group["params"]]
+        known = {id(parameter) for parameter in self.parameters}
+        self.models = [model for model in models if any(id(one) in known for one in model.model.parameters())]
+        partitions = (model.partition for model in self.models if model.partition is not None)
+        self.partition: Partition | None = next(partitions, None)
+        self.flattened = any(model.layout is Layout.FLATTENED for model in self.models)
 
-def named_state(optimizer: Any, models: Sequence[PreparedModel]) -> dict[str, Any]:
-    """Return the state of *optimizer* by names of parameters instead of their positions.
+    @property
+    def in_parts(self) -> bool:
+        """Whether this process holds a part of the parameters alone."""
+        cut = any(hasattr(parameter, "full_tensor") for parameter in self.parameters)
+        return cut or any(model.spread for model in self.models)
 
-    Raises:
-        CheckpointError: a parameter is of none of *models*.
-    """
-    bare = bare_optimizer(optimizer)
-    names = names_by_position(bare, models)
-    state = bare.state_dict()
-    return {
-        "state": {names[position]: values for position, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[position] for position in group["params"]]} for group in state["param_groups"]
-        ],
-    }
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The names of the parameters by their positions, as in the models that the script wrote.
 
+        With several models their number stands before the name. A parameter that several modules share has its first
+        name.
 
-def positioned_state(optimizer: Any, models: Sequence[PreparedModel], named: dict[str, Any]) -> dict[str, Any]:
-    """Return what `named_state` has given as the optimizer's ``load_state_dict`` takes it.
+        Raises:
+            CheckpointError: a parameter is of none of the models.
+        """
+        known: dict[int, str] = {}
+        for number, model in enumerate(self.models):
+            prefix = f"{number}." if len(self.models) > 1 else ""
+            for name, parameter in model.bare.named_parameters():
+                known.setdefault(id(parameter), prefix + _WRAPPERS.sub("", name))
+        unknown = [list(parameter.shape) for parameter in self.parameters if id(parameter) not in known]
+        if unknown:
+            raise CheckpointError(
+                f"{type(self.optimizer).__name__} steps {len(unknown)} parameters of no prepared model (shapes "
+                f"{', '.join(map(str, unknown[:4]))}): what it steps must be prepared with it, and after a model was "
+                "sharded the optimizer needs its new parameters"
+            )
+        return {position: known[id(parameter)] for position, parameter in enumerate(self.parameters)}
 
-    Raises:
-        CheckpointError: the parameter groups are others.
-    """
-    bare = bare_optimizer(optimizer)
-    names = names_by_position(bare, models)
-    positions = {name: position for position, name in names.items()}
-    groups, first = [], 0
-    if len(named["param_groups"]) != len(bare.param_groups):
-        raise CheckpointError(
-            f"it has {len(named['param_groups'])} parameter groups, the optimizer here has {len(bare.param_groups)}"
-        )
-    for number, (saved, here) in enumerate(zip(named["param_groups"], bare.param_groups, strict=True)):
-        mine = list(range(first, first + len(here["params"])))
-        first += len(mine)
-        if differing := {names[one] for one in mine} ^ set(saved["params"]):
-            raise CheckpointError(f"parameter group {number} has other parameters: {', '.join(sorted(differing))}")
-        groups.append({**saved, "params": mine})
-    state = {positions[name]: values for name, values in named["state"].items()}
-    return {"state": state, "param_groups": groups}
+    def named_state(self) -> dict[str, Any]:
+        """Return the state of the optimizer by names of parameters instead of their positions."""
+        names, state = self.names, self.optimizer.state_dict()
+        return {
+            "state": {names[position]: values for position, values in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [names[position] for position in group["params"]]}
+                for group in state["param_groups"]
+            ],
+        }
 
+    def positioned(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Return what `named_state` has given as the optimizer's ``load_state_dict`` takes it.
 
-def names_by_position(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]) -> dict[int, str]:
-    """Return the names of the parameters of *optimizer* by their positions in its ``state_dict``."""
-    names = parameter_names(models)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    unknown = [list(parameter.shape) for parameter in parameters if id(parameter) not in names]
-    if unknown:
-        raise CheckpointError(
-            f"{type(optimizer).__name__} steps {len(unknown)} parameters of no prepared model (shapes "
-            f"{', '.join(map(str, unknown[:4]))}): what it steps must be prepared with it, and after a model was "
-            "sharded the optimizer needs its new parameters"
-        )
-    return {position: names[id(parameter)] for position, parameter in enumerate(parameters)}
+        Raises:
+            CheckpointError: the parameter groups are others.
+        """
+        here, positions = self.optimizer.param_groups, {name: position for position, name in self.names.items()}
+        groups, first = [], 0
+        if len(named["param_groups"]) != len(here):
+            raise CheckpointError(
+                f"it has {len(named['param_groups'])} parameter groups, the optimizer here has {len(here)}"
+            )
+        for number, (saved, group) in enumerate(zip(named["param_groups"], here, strict=True)):
+            mine = list(range(first, first + len(group["params"])))
+            first += len(mine)
+            if differing := {self.names[position] for position in mine} ^ set(saved["params"]):
+                raise CheckpointError(f"parameter group {number} has other parameters: {', '.join(sorted(differing))}")
+            groups.append({**saved, "params": mine})
+        state = {positions[name]: values for name, values in named["state"].items()}
+        return {"state": state, "param_groups": groups}
 
 
 def own_state_of(prepared: Prepared) -> OwnState | None:
@@ -199,21 +192,19 @@ class Full:
 
     def optimizer_state(self, optimizer: Any, models: Sequence[PreparedModel], *, keep: bool = True) -> dict[str, Any]:
         """Return the state by positions of parameters, as the optimizer's ``state_dict`` does."""
-        stepped = models_of(optimizer, models)
-        if (partition := _parts(stepped)) is not None:
-            bare = bare_optimizer(optimizer)
+        stepped = Stepped(optimizer, models)
+        if stepped.partition is not None:
             with _fitting():
-                return whole_optimizer(partition, bare, names_by_position(bare, stepped), keep=keep)
-        if strategy_of_optimizer(optimizer, models) == FULL:
+                return whole_optimizer(stepped.partition, stepped.optimizer, stepped.names, keep=keep)
+        if not stepped.in_parts:
             # One that gathers its state from all processes is asked on all of them.
             return dict(optimizer.state_dict()) if keep or getattr(optimizer, "gathers_state", False) else {}
-        bare = bare_optimizer(optimizer)
-        if not flattened(stepped):
-            return dict(whole(bare.state_dict(), keep=keep, on_cpu=True))
+        if not stepped.flattened:
+            return dict(whole(stepped.optimizer.state_dict(), keep=keep, on_cpu=True))
         from orc.runtime.checkpoint.state import fsdp1
 
-        named = fsdp1.optimizer_state(bare, stepped, full=True)
-        return fsdp1.numbered(named, stepped, keep)
+        named = fsdp1.optimizer_state(stepped.optimizer, stepped.models, full=True)
+        return fsdp1.numbered(named, stepped.models, keep)
 
     def model_problem(self, source: Any, model: PreparedModel, *, strict: bool = True) -> str | None:
         """Return which names or sizes of *source* differ; under FSDP 1 loading alone shows it, on all ranks."""
@@ -223,14 +214,13 @@ class Full:
 
     def optimizer_problem(self, source: Any, optimizer: Any, models: Sequence[PreparedModel]) -> str | None:
         """Return which groups or sizes of *source* differ from those of *optimizer*."""
-        stepped = models_of(optimizer, models)
-        if _parts(stepped) is not None:
-            bare = bare_optimizer(optimizer)
+        stepped = Stepped(optimizer, models)
+        if stepped.partition is not None:
             try:
-                source = part_of_optimizer(bare, names_by_position(bare, stepped), source)
+                source = part_of_optimizer(stepped.optimizer, stepped.names, source)
             except ValueError as error:
                 return str(error)
-        if not flattened(stepped):
+        if not stepped.flattened:
             return fit.problem(optimizer, source)
         saved, here = len(source["param_groups"]), len(optimizer.param_groups)
         return None if saved == here else f"it has {saved} parameter groups, the optimizer here has {here}"
@@ -253,23 +243,18 @@ class Full:
 
     def load_optimizer(self, source: Any, optimizer: Any, models: Sequence[PreparedModel]) -> None:
         """Load the whole *source* by positions, which every rank has, into an *optimizer* of sharded parameters."""
-        bare, stepped = bare_optimizer(optimizer), models_of(optimizer, models)
+        stepped = Stepped(optimizer, models)
         try:
-            if flattened(stepped):
+            if stepped.flattened:
                 from orc.runtime.checkpoint.state import fsdp1
 
-                fsdp1.load_numbered(bare, stepped, source)
+                fsdp1.load_numbered(stepped.optimizer, stepped.models, source)
             else:
-                if _parts(stepped) is not None:
-                    source = part_of_optimizer(bare, names_by_position(bare, stepped), source)
-                bare.load_state_dict(_sharded_like(source, bare))
+                if stepped.partition is not None:
+                    source = part_of_optimizer(stepped.optimizer, stepped.names, source)
+                stepped.optimizer.load_state_dict(_sharded_like(source, stepped.parameters))
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the state does not fit the prepared optimizer: {error}") from error
-
-
-def _parts(models: Sequence[PreparedModel]) -> Partition | None:
-    """Return where the parameters of *models* lie, of which processes have different ones."""
-    return next((model.partition for model in models if model.partition is not None), None)
 
 
 def _own(model: PreparedModel, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,9 +271,8 @@ def _fitting() -> Iterator[None]:
         raise CheckpointError(str(error)) from error
 
 
-def _sharded_like(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _sharded_like(state: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Return *state* with this rank's parts in the place of tensors that have the shape of a sharded parameter."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     places = [place for group in state["param_groups"] for place in group["params"]]
     by_place = dict(zip(places, parameters, strict=True))
     return {
@@ -318,14 +302,14 @@ def check_savable_alone(prepared: Prepared, elsewhere: RanksElsewhere) -> None:
     Raises:
         CheckpointError: a model or optimizer is spread over the ranks.
     """
-    models, optimizers = records_of(prepared), prepared.optimizers
+    models = records_of(prepared)
     spread = [type(model.model).__name__ for model in models if model.layout is not Layout.WHOLE]
-    spread += [type(optimizer).__name__ for optimizer in optimizers if steps_parts(optimizer, models)]
-    spread += [
-        type(inner).__name__
-        for optimizer in optimizers
-        if hasattr(inner := getattr(optimizer, "optimizer", optimizer), "consolidate_state_dict")
-    ]
+    for optimizer in prepared.optimizers:
+        stepped = Stepped(optimizer, models)
+        if stepped.in_parts:
+            spread.append(type(optimizer).__name__)
+        if hasattr(stepped.optimizer, "consolidate_state_dict"):
+            spread.append(type(stepped.optimizer).__name__)
     if spread:
         raise CheckpointError(
             f"save_state: rank 0 cannot save alone, each rank holds a part of {', '.join(dict.fromkeys(spread))}, and "

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from orc.runtime.core.versions import compare_versions
+from orc.runtime.core.availability import compare_versions
 
 if TYPE_CHECKING:
     from torch import nn

@@ -128,7 +128,7 @@ class MegatronLM(LibraryEngine):
 
     def _loader(self, loader: DataLoader[Any], preparation: Preparing) -> Any:
         """Return the prepared loader of whole batches: *loader*'s batch size is that of one micro batch."""
-        from orc.runtime.data.rebatch import with_batch_size
+        from orc.runtime.data.prepare import with_batch_size
 
         plugin = self.plugin
         if preparation.options.dataloader.split_batches:

@@ -35,7 +35,7 @@ def megatron() -> Any:
         spec = None
     if spec is None:
         raise ImportError("training with Megatron-LM needs the package megatron-core: pip install megatron-core")
-    from orc.runtime.core.versions import compare_versions
+    from orc.runtime.core.availability import compare_versions
 
     if not compare_versions("megatron-core", ">=", _OLDEST):
         raise ImportError(f"megatron-core is too old: {_OLDEST} or later is needed")

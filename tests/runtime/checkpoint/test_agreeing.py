@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 import time
 from types import SimpleNamespace
 
@@ -230,6 +231,11 @@ def test_meetings_of_one_run_are_told_apart_by_their_order_and_name(store):
     names = [Barrier(context)._name, Barrier(context)._name, Barrier(context, name="background")._name]
     assert names == ["barrier/1", "barrier/2", "background/1"]
     assert Barrier(Context(0, 2, store))._name == "barrier/1"
+    group = threading.Event()  # a script that makes another Accelerator has another context of the same group
+    for expected in ("barrier/1", "barrier/2"):
+        again = Context(1, 2, store)
+        again.group = group
+        assert Barrier(again)._name == expected
 
 
 def test_a_meeting_has_a_connection_of_its_own_whose_answers_may_take_as_long_as_it_waits(store):
@@ -238,8 +244,9 @@ def test_a_meeting_has_a_connection_of_its_own_whose_answers_may_take_as_long_as
     barrier.relay()
     barrier.part()
     assert store.answers == [max(ANSWER_S, 30.0)]
-    Barrier(Context(0, 2, store), ANSWER_S / 2).relay()
-    assert store.answers[1:] == [ANSWER_S]
+    for patience_s in (ANSWER_S / 2, ANSWER_S * 2):
+        Barrier(Context(0, 2, store), patience_s).relay()
+    assert store.answers[1:] == [ANSWER_S, ANSWER_S * 2]
     assert said(CheckpointError, lambda: Barrier(Context(1)).hold("saving", 5, None)) == (
         "saving and loading with several processes needs the store of their run"
     )

@@ -230,33 +230,6 @@ def test_the_end_of_the_process_waits_and_tells_what_went_wrong(tmp_path):
 
 
 @pytest.mark.distributed
-def test_ranks_save_in_the_background_while_they_train(tmp_path, run_ranks):
-    def work(root):
-        accelerator = Accelerator(project_config=ProjectConfiguration(root, automatic_checkpoint_naming=True))
-        torch.manual_seed(1)
-        model = torch.nn.Linear(50, 50)
-        optimizer = torch.optim.Adam(model.parameters())
-        model, optimizer = accelerator.prepare(model, optimizer)
-        saved = []
-        for step in range(12):
-            accelerator.backward(model(torch.ones(2, 50) * step).pow(2).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            if step % 4 == 3:
-                accelerator.save_state(block=False)
-                saved.append([parameter.sum().item() for parameter in model.parameters()])
-        accelerator.load_state(f"{root}/checkpoints/checkpoint_1")
-        loaded = [parameter.sum().item() for parameter in model.parameters()]
-        accelerator.end_training()
-        numbered = sorted(name for name in os.listdir(f"{root}/checkpoints") if not name.startswith("."))
-        return saved[1] == loaded, numbered  # without the owner, whom rank 0 removes when it has ended
-
-    for same, names in run_ranks(2, work, str(tmp_path)):
-        assert same
-        assert names == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
-
-
-@pytest.mark.distributed
 def test_a_rank_that_cannot_write_in_the_background_fails_all_at_the_next_call(tmp_path, run_ranks):
     def work(root):
         accelerator = Accelerator(project_config=ProjectConfiguration(root, automatic_checkpoint_naming=True))

@@ -19,7 +19,6 @@ from orc.runtime.checkpoint import verified as verifying
 from orc.runtime.checkpoint.errors import CheckpointError, RankMissing
 from orc.runtime.checkpoint.format import layout
 from orc.runtime.checkpoint.format.layout import NAME, Manifest, read_manifest
-from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.state import rng
 from orc.runtime.checkpoint.storage import copying
 from orc.runtime.checkpoint.storage.copying import CopyQueue, placed, read_weights, unmapped, unpickle
@@ -137,20 +136,6 @@ def test_a_local_checkpoint_is_read_where_it_is(tmp_path):
     with verified(context(), table, tmp_path / "c") as found:
         assert found == Verified(tmp_path / "c.replaced", manifest)
     assert table.log == [("load_state (verifying)", PATIENCE)]
-
-
-def test_sites_that_lack_a_checkpoint_get_it_from_another(tmp_path, monkeypatch):
-    manifest, asked = checkpoint(tmp_path / "c"), []
-
-    def provide(*arguments):
-        asked.append(arguments)
-        return tmp_path / "there", manifest
-
-    monkeypatch.setattr(verifying, "provide", provide)
-    several, table = Sites(0, (0, 1)), Table()
-    with verified(context(), table, tmp_path / "c", sites=several, identity="0af3") as found:
-        assert found == Verified(tmp_path / "there", manifest)
-    assert asked == [(table, several, tmp_path / "c", "0af3")]
 
 
 def test_what_is_told_is_in_the_log_at_once(monkeypatch):
@@ -527,23 +512,6 @@ def test_a_new_rank_gets_seeds_of_its_own(tmp_path, monkeypatch):
     assert len(asked) == 1
 
 
-def test_generators_are_restored_on_the_device_of_the_rank(tmp_path, monkeypatch):
-    asked, real = [], rng.restore
-
-    def restore(state, device, xla):
-        asked.append((device, xla))
-        real(state, device)
-
-    monkeypatch.setattr(rng, "restore", restore)
-    xla = SimpleNamespace(rng_state=lambda: 3, library="torch_xla")
-    checked = whole(tmp_path / "c", nothing())
-    load.load(context(compute=xla, device=CPU), Table(), nothing(), checked)
-    assert asked == [(CPU, xla)] * 2
-    with pytest.raises(CheckpointError):
-        load.load(context(compute=xla, device=CPU), Table(**{"load_state (trying)": ["no"]}), nothing(), checked)
-    assert asked == [(CPU, xla)] * 4
-
-
 def test_the_end_of_an_epoch_is_the_start_of_the_next_where_that_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "next_epoch", lambda state: state | {"epoch": state["epoch"] + 1})
 
@@ -756,21 +724,6 @@ def test_an_object_is_tried_with_what_it_gets_in_the_end_and_a_loader_is_not_tri
     tried, position, loaded = seen
     assert position == POSITION
     assert tried["x"].tolist() == loaded["x"].tolist() == [1.0, 1.0]
-
-
-def test_an_epoch_that_is_cut_otherwise_is_told_once_by_the_main_rank(tmp_path, capsys):
-    class Cut(Loader):
-        total_batch_size = 6
-
-        def check_position(self, state):
-            return SimpleNamespace(rounds=2, samples=12)
-
-    prepared = nothing(dataloaders=[Cut(POSITION)])
-    checked = whole(tmp_path / "c", prepared)
-    load.load(context(is_main=False), Table(), prepared, checked)
-    assert capsys.readouterr().err == ""
-    load.load(context(), Table(), prepared, checked)
-    assert capsys.readouterr().err == "orc: epoch 3 goes on after 12 samples, with 6 samples per step; it was 4\n"
 
 
 def test_the_generator_of_torch_xla_is_put_back_too(tmp_path):

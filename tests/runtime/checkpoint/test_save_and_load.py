@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from orc.runtime import Accelerator, ProjectConfiguration
+from orc.runtime import Accelerator
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.checkpoint.format.layout import NAME, read_manifest
 from orc.runtime.checkpoint.state.ownership import FILE
@@ -401,24 +401,3 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(tmp_path, make_r
     assert names(tmp_path) == ["s"]
     run.accelerator.load_state(tmp_path / "s")
     assert run.state() == expected
-
-
-def test_the_number_goes_on_after_what_is_there(tmp_path, make_run):
-    run = make_run(tmp_path)
-    run.accelerator.save_state()
-    reset_default()
-    fresh = make_run(tmp_path)
-    assert fresh.accelerator.save_state().endswith("checkpoint_1")
-    assert fresh.accelerator.save_iteration == 2
-
-
-def test_a_checkpoint_holds_documented_names_for_several_objects(tmp_path, make_run):
-    make_run()
-    accelerator = Accelerator(project_config=ProjectConfiguration(tmp_path))
-    one, two = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    accelerator.prepare(one, two, torch.optim.SGD(one.parameters(), 0.1), torch.optim.SGD(two.parameters(), 0.1))
-    accelerator.save_state(tmp_path / "s")
-    assert {"model.safetensors", "model_1.safetensors", "optimizer.bin", "optimizer_1.bin"} <= set(
-        names(tmp_path / "s")
-    )
-    accelerator.load_state(tmp_path / "s")

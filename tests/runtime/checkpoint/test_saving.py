@@ -8,7 +8,6 @@ from collections import OrderedDict
 from functools import partial
 from types import SimpleNamespace
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -21,16 +20,13 @@ from orc.runtime.checkpoint.format.layout import CheckpointRoot, Manifest, read_
 from orc.runtime.checkpoint.replication.barrier import attempt
 from orc.runtime.checkpoint.replication.sites import Sites
 from orc.runtime.checkpoint.save import (
-    Opened,
     Progress,
+    Save,
     SaveRequest,
     _check_loadable,
     _without_tensors,
     _write_weights,
-    capture,
     looks,
-    open_destination,
-    write,
 )
 from orc.runtime.checkpoint.state import ownership
 from orc.runtime.checkpoint.state.ownership import FILE
@@ -51,26 +47,9 @@ def alone(monkeypatch):
     ownership.release_all()
 
 
-@pytest.fixture
-def bucket():
-    """An empty bucket of the memory file system."""
-    system = fsspec.filesystem("memory")
-    system.store.clear()
-    system.pseudo_dirs[:] = [""]
-    yield Remote("memory://bucket")
-    system.store.clear()
-
-
 def context(**changes):
-    facts = {
-        "rank": 0,
-        "world_size": 1,
-        "is_main": True,
-        "is_local_main": True,
-        "compute": TORCH,
-        "device": torch.device("cpu"),
-    }
-    return SimpleNamespace(**facts | changes)
+    facts = {"rank": 0, "world_size": 1, "is_main": True, "is_local_main": True, "compute": TORCH}
+    return SimpleNamespace(**facts | {"device": torch.device("cpu")} | changes)
 
 
 class Table:
@@ -101,7 +80,11 @@ def request(directory=None, root=None, at_least=0, **options):
     return SaveRequest(directory, root, at_least, Progress(7, 1, 20), **options)
 
 
-nothing = Prepared
+def opened(asked, table=None, where=None, **facts):
+    """A save that is open, of nothing."""
+    made = Save(context(**facts), table or Table(), Prepared(), asked)
+    made.open(where or survey())
+    return made
 
 
 def said(act):
@@ -124,88 +107,75 @@ class State:
 def test_a_numbered_save_goes_after_what_any_machine_has(tmp_path, monkeypatch):
     (tmp_path / "checkpoint_3").mkdir()
     monkeypatch.setattr(time, "time", lambda: 55.5)
-    table, where = Table(save_state=[[None, 9, None], [None, None, None]]), survey()
-    opened = open_destination(context(), table, where, request(root=CheckpointRoot(tmp_path), at_least=2))
-    assert opened.destination.target == tmp_path / "checkpoint_9"
+    table, where, root = Table(save_state=[[None, 9, None], [None, None, None]]), survey(), CheckpointRoot(tmp_path)
+    made = opened(request(root=root, at_least=2), table, where)
+    assert made.destination.target == tmp_path / "checkpoint_9"
     assert table.brought == [[None, 4, None], None]
     assert table.log == [("save_state", None), ("save_state (making the directory)", None)]
     assert where.asked == [(tmp_path, "save_state")]
-    assert re.fullmatch("[0-9a-f]{16}", opened.id)
-    assert (opened.created_at, opened.sites) == (55.5, ALONE)
+    assert re.fullmatch("[0-9a-f]{16}", made.id)
+    assert (made._created_at, made.sites) == (55.5, ALONE)
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE, "checkpoint_3", "checkpoint_9.tmp"]
-    assert [path.name for path in (tmp_path / "checkpoint_9.tmp").iterdir()] == [f".saving-{opened.id}"]
-    higher = open_destination(context(), Table(), survey(), request(root=CheckpointRoot(tmp_path), at_least=12))
+    assert [path.name for path in (tmp_path / "checkpoint_9.tmp").iterdir()] == [f".saving-{made.id}"]
+    higher = opened(request(root=root, at_least=12))
     assert higher.destination.target == tmp_path / "checkpoint_12"
-    assert higher.id != opened.id
-
-
-def test_a_rank_that_need_not_look_does_not(tmp_path):
-    (tmp_path / "checkpoint_3").mkdir()
+    assert higher.id != made.id
     table = Table(save_state=[[None, 2, None]])
-    root = CheckpointRoot(tmp_path)
-    opened = open_destination(context(is_local_main=False), table, survey(), request(root=root))
-    assert opened.destination.target == tmp_path / "checkpoint_2"
-    assert table.brought[0] == [None, None, None]
+    assert opened(request(root=root), table, is_local_main=False).destination.target == tmp_path / "checkpoint_2"
+    assert table.brought[0] == [None, None, None], "one rank of a machine looks"
 
 
 def test_what_kept_one_from_looking_is_told(tmp_path):
     (tmp_path / "file").touch()
-    root = CheckpointRoot(tmp_path / "file")
-    text = said(lambda: open_destination(context(), Table(), survey(), request(root=root)))
+    text = said(lambda: opened(request(root=CheckpointRoot(tmp_path / "file"))))
     assert text == f"NotADirectoryError: [Errno 20] Not a directory: '{tmp_path}/file'"
 
 
 def test_a_directory_is_the_one_that_was_asked_for_wherever_the_process_goes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table, where = Table(), survey()
-    opened = open_destination(context(), table, where, request(tmp_path.__class__("a/s")))
-    assert opened.destination.target == tmp_path / "a" / "s"
+    made = opened(request(tmp_path.__class__("a/s")), table, where)
+    assert made.destination.target == tmp_path / "a" / "s"
     assert where.asked == [(tmp_path / "a", "save_state")]
     assert table.brought[0] == ["a/s", None, None]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [f"{FILE}-s", "s.tmp"]
-
-
-def test_different_directories_are_refused(tmp_path):
-    table = Table(save_state=[["b", None, None]])
-    text = said(lambda: open_destination(context(), table, survey(), request(tmp_path.__class__("a"))))
+    text = said(lambda: opened(request(tmp_path.__class__("a")), Table(save_state=[["b", None, None]])))
     assert text == "save_state was called with different directories on different ranks: ['a', 'b']"
 
 
 def test_a_rank_of_a_site_prepares_it_where_it_leads(tmp_path):
     for rank, made in ((1, ["s.site-1.tmp"]), (2, [])):
-        sites = Sites(rank, (0, 1, 1))
-        opened = open_destination(context(rank=rank), Table(), survey(sites), request(tmp_path / str(rank) / "s"))
-        assert opened.destination.leads == bool(made)
         folder = tmp_path / str(rank)
+        where = opened(request(folder / "s"), where=survey(Sites(rank, (0, 1, 1))), rank=rank).destination
+        assert where.leads == bool(made)
         assert [path.name for path in folder.glob("*.tmp")] == made
-        assert opened.destination.path() == folder / "s.site-1.tmp"
+        assert where.path() == folder / "s.site-1.tmp"
 
 
 def test_a_place_that_cannot_be_prepared_is_given_up_on_all_ranks(tmp_path):
     (tmp_path / "s").touch()
-    table = Table()
-    text = said(lambda: open_destination(context(), table, survey(), request(tmp_path / "s")))
+    text = said(lambda: opened(request(tmp_path / "s")))
     assert text == f"{tmp_path}/s is a file; a checkpoint is a directory"
     table = Table(**{"save_state (making the directory)": ["disk full"]})
-    text = said(lambda: open_destination(context(), table, survey(), request(tmp_path / "t")))
-    assert text == "rank 1: disk full"
+    assert said(lambda: opened(request(tmp_path / "t"), table)) == "rank 1: disk full"
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
-def test_objects_get_a_prefix_where_a_checkpoint_is(bucket):
-    first = open_destination(context(), Table(), survey(), request(bucket / "s"))
-    assert first.destination.create("a") is not None
-    table = Table()
-    assert first.destination._prefix == ""
+def test_objects_get_a_prefix_where_a_checkpoint_is(memory_store):
+    bucket = Remote("memory://bucket")
+    first = opened(request(bucket / "s")).destination
+    assert first.create("a") is not None
+    assert first._prefix == ""
     (bucket / "s" / "manifest.json").replace(b"{}")
-    second = open_destination(context(rank=1, world_size=3, is_main=False), table, survey(), request(bucket / "s"))
+    table = Table()
+    second = opened(request(bucket / "s"), table, rank=1, world_size=3, is_main=False)
     assert second.destination._prefix == f".{second.id}-"
-    assert (first.destination.leads, second.destination.leads) == (True, False)
+    assert (first.leads, second.destination.leads) == (True, False)
     assert second.sites == Sites(1, (0, 0, 0))
     assert table.log[1] == ("save_state", None)
-    third = open_destination(context(), Table(), survey(), request(root=RemoteRoot(bucket), at_least=5))
-    assert third.destination.target == bucket / "checkpoint_5"
-    assert isinstance(third.destination, RemoteDestination)
+    third = opened(request(root=RemoteRoot(bucket), at_least=5)).destination
+    assert third.target == bucket / "checkpoint_5"
+    assert isinstance(third, RemoteDestination)
 
 
 def test_who_looks_is_one_per_machine_or_one_for_an_object_store(tmp_path):
@@ -229,16 +199,19 @@ def test_an_attempt_brings_its_result_or_the_text_of_its_error():
 # What is collected
 
 
-def opened(directory, sites=ALONE, **options):
-    destination = LocalDestination(directory, "t", sites.leads, None, **options)
-    destination.prepare()
-    return Opened(destination, sites, "0af3", 5.5)
+def collected(prepared, directory, asked=None, stage=None, leads=True, **facts):
+    """A save of *prepared* to *directory* whose states are collected."""
+    made = Save(context(**facts), Table(), prepared, asked or request())
+    made.destination = LocalDestination(directory, "t", True, None)
+    made.destination.prepare()
+    made.destination.leads = leads
+    made.collect(stage)
+    return made
 
 
 def parts():
-    model = torch.nn.Linear(1, 1)
-    return nothing(
-        models=[model, torch.nn.Linear(1, 1)],
+    return Prepared(
+        models=[torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)],
         optimizers=[State({"o": 0}), State({"o": 1})],
         schedulers=[State({"s": 0}), State({"s": 1})],
         dataloaders=[State({"l": 0}), State({"l": 1})],
@@ -248,39 +221,35 @@ def parts():
 
 
 SHARED = [
-    "optimizer.bin",
-    "optimizer_1.bin",
-    "scheduler.bin",
-    "scheduler_1.bin",
-    "sampler.bin",
-    "sampler_1.bin",
-    "scaler.pt",
-    "custom_checkpoint_0.pkl",
-    "custom_checkpoint_1.pkl",
+    *("optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scheduler_1.bin", "sampler.bin", "sampler_1.bin"),
+    *("scaler.pt", "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"),
 ]
 
 
+def content_of(task):
+    memory = io.BytesIO()
+    task(memory)
+    memory.seek(0)
+    return state_file.read(memory)
+
+
 def test_everything_prepared_is_collected_under_its_name(tmp_path):
-    destination = opened(tmp_path / "s").destination
-    content = capture(context(rank=3), parts(), request(), destination)
-    assert list(content) == ["model.safetensors", "model_1.safetensors", *SHARED, "random_states_3.pkl"]
-    pickles = capture(context(), parts(), request(safe=False), destination)
-    assert list(pickles)[:2] == ["pytorch_model.bin", "pytorch_model_1.bin"]
+    tasks = collected(parts(), tmp_path / "s", rank=3).tasks
+    assert list(tasks) == ["model.safetensors", "model_1.safetensors", *SHARED, "random_states_3.pkl"]
     for name, expected in zip(SHARED, [*({k: i} for k in "osl" for i in (0, 1)), {"scale": 2.0}], strict=False):
-        memory = io.BytesIO()
-        content[name](memory)
-        memory.seek(0)
-        assert state_file.read(memory) == expected
+        assert content_of(tasks[name]) == expected
+    pickles = collected(parts(), tmp_path / "t", request(safe=False)).tasks
+    assert list(pickles)[:2] == ["pytorch_model.bin", "pytorch_model_1.bin"]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("safe", [True, False])
 def test_weights_are_written_as_they_were_asked_for_under_the_names_of_the_model(tmp_path, safe, compiled):
     model = torch.nn.Linear(2, 2)
-    prepared = nothing(models=[torch.compile(model) if compiled else model])
-    content = capture(context(), prepared, request(safe=safe), opened(tmp_path / "s").destination)
+    prepared = Prepared(models=[torch.compile(model) if compiled else model])
+    tasks = collected(prepared, tmp_path / "s", request(safe=safe)).tasks
     with open(tmp_path / "w", "wb+") as file:
-        content["model.safetensors" if safe else "pytorch_model.bin"](file)
+        tasks["model.safetensors" if safe else "pytorch_model.bin"](file)
         file.seek(0)
         found = load_tensors(file.read()) if safe else state_file.read(file)
     assert {name: value.tolist() for name, value in found.items()} == {
@@ -289,31 +258,30 @@ def test_weights_are_written_as_they_were_asked_for_under_the_names_of_the_model
 
 
 def test_a_rank_that_does_not_lead_brings_its_generators_alone(tmp_path):
-    destination, seen = opened(tmp_path / "s").destination, []
-    destination.leads = False
+    seen = []
     hook = lambda models, weights, directory: seen.append((len(models), len(weights), directory))  # noqa: E731
-    content = capture(context(rank=1), parts(), request(hooks=[hook]), destination)
-    assert list(content) == ["random_states_1.pkl"]
+    made = collected(parts(), tmp_path / "s", request(hooks=[hook]), leads=False, rank=1)
+    assert list(made.tasks) == ["random_states_1.pkl"]
     assert seen == [(2, 2, str(tmp_path / "s"))]
 
 
 def test_what_keeps_a_rank_from_collecting_is_brought_to_the_barrier(tmp_path):
-    destination = LocalDestination(tmp_path / "s", "t", True, None)
-    assert capture(context(), parts(), request(), destination).startswith(f"{tmp_path}/s.tmp was made by another rank")
-    destination.prepare()
-    unloadable = nothing(custom=[State({"function": print})])
-    assert capture(context(), unloadable, request(), destination).startswith("custom_checkpoint_0.pkl could not be")
-    unloadable = nothing(schedulers=[State({"function": print})])
-    assert capture(context(), unloadable, request(), destination).startswith("scheduler.bin could not be")
-    own = State({"function": print})  # of what only this program's own classes can hold no trial is made
-    unlooked = nothing(optimizers=[own], dataloaders=[own], scaler=own)
-    assert list(capture(context(), unlooked, request(), destination)) == [
-        *("optimizer.bin", "sampler.bin", "scaler.pt", "random_states_0.pkl")
-    ]
+    made = Save(context(), Table(), parts(), request())
+    made.destination = LocalDestination(tmp_path / "s", "t", True, None)
+    made.collect()
+    assert made.error.startswith(f"{tmp_path}/s.tmp was made by another rank")
+    own = State({"function": print})
+    for kind, name in (("custom", "custom_checkpoint_0.pkl"), ("schedulers", "scheduler.bin")):
+        made = collected(Prepared(**{kind: [own]}), tmp_path / kind)
+        assert made.error.startswith(f"{name} could not be")
+        assert made.tasks == {}
+    # Of what only this program's own classes can hold no trial is made.
+    made = collected(Prepared(optimizers=[own], dataloaders=[own], scaler=own), tmp_path / "t")
+    assert list(made.tasks) == ["optimizer.bin", "sampler.bin", "scaler.pt", "random_states_0.pkl"]
 
 
 def test_what_goes_on_changing_is_copied_first_and_what_xla_has_is_fetched(tmp_path):
-    destination, taken, fetched = opened(tmp_path / "s").destination, [], []
+    taken, fetched = [], []
 
     class Stage:
         def take(self, state):
@@ -330,13 +298,10 @@ def test_what_goes_on_changing_is_copied_first_and_what_xla_has_is_fetched(tmp_p
         def rng_state(self):
             return 7
 
-    content = capture(context(compute=Xla()), parts(), request(), destination, Stage())
+    made = collected(parts(), tmp_path / "s", stage=Stage(), compute=Xla())
     assert [len(weights) for weights, *_ in (*taken, *fetched)] == [2, 2]
     assert [[name for name, _, _ in states] for _, states, *_ in (*taken, *fetched)] == [SHARED, SHARED]
-    memory = io.BytesIO()
-    content["random_states_0.pkl"](memory)
-    memory.seek(0)
-    assert state_file.read(memory)["xla"] == 7
+    assert content_of(made.tasks["random_states_0.pkl"])["xla"] == 7
 
 
 # What is written
@@ -351,93 +316,84 @@ def fail(error, file):
     raise error
 
 
+def ready(directory, tasks=None, asked=None, *, sites=ALONE, destination=None, error=None, **facts):
+    """A save to *directory* that has collected *tasks*, or an *error*."""
+    made = Save(context(**facts), Table(), Prepared(), asked or request(directory))
+    numbered = directory.name.startswith("checkpoint_")
+    made.destination = destination or LocalDestination(directory, "t", sites.leads, None, numbered=numbered)
+    if destination is None:
+        made.destination.prepare()
+    made.sites, made.id, made._created_at, made.tasks, made.error = sites, "0af3", 5.5, tasks or {}, error
+    return made
+
+
 def test_a_save_is_written_and_agreed_on_step_by_step(tmp_path):
-    save_, table, kept = opened(tmp_path / "checkpoint_0", numbered=True), Table(), []
-    content = {"a": partial(put, b"1"), "b": partial(put, b"22")}
+    table, kept = Table(), []
     root = SimpleNamespace(retain=lambda keep: kept.append((keep, (tmp_path / "checkpoint_0").exists())))
-    write(context(world_size=1), table, request(root=root, keep=3), save_, content)
-    assert table.log == [
-        ("save_state (writing)", 3600.0),
-        ("save_state (committing)", 3600.0),
-        ("save_state (retention)", 3600.0),
-    ]
+    tasks = {"a": partial(put, b"1"), "b": partial(put, b"22")}
+    ready(tmp_path / "checkpoint_0", tasks, request(root=root, keep=3)).write(table)
+    steps = [("save_state (committing)", 3600.0), ("save_state (retention)", 3600.0)]
+    assert table.log == [("save_state (writing)", 3600.0), *steps]
     assert kept == [(3, True)]
     manifest = read_manifest(tmp_path / "checkpoint_0")
     assert {name: record.size for name, record in manifest.files.items()} == {"a": 1, "b": 2}
     assert manifest == Manifest("0af3", 7, 1, 20, 1, 5.5, manifest.files)
-    assert table.brought[0]["error"] is None
-    assert table.brought[0]["site"] == 0
+    assert (table.brought[0]["error"], table.brought[0]["site"]) == (None, 0)
     assert table.brought[0]["files"]["a"] == {"size": 1, "sum": manifest.files["a"].sum}
-
-
-def test_the_slowest_disk_is_waited_for_as_long_as_was_asked(tmp_path):
     table = Table()
-    table.timeout_s = 9000.0
-    write(context(), table, request(tmp_path / "s"), opened(tmp_path / "s"), {})
-    assert table.log[:2] == [("save_state (writing)", 9000.0), ("save_state (committing)", 3600.0)]
+    table.timeout_s = 9000.0  # the slowest disk is waited for as long as was asked
+    ready(tmp_path / "s").write(table)
+    assert table.log == [("save_state (writing)", 9000.0), *steps]
 
 
-def test_what_one_rank_could_not_write_ends_the_save_on_all(tmp_path):
-    save_ = opened(tmp_path / "s")
-    for content, message in [
-        ("no such thing", "no such thing"),
-        ({"a": partial(put, b"1"), "b": partial(fail, OverflowError("too long"))}, "OverflowError: too long"),
-        ({"a": partial(fail, CheckpointError("my words"))}, "my words"),
-    ]:
-        table = Table()
-        assert said(lambda: write(context(), table, request(tmp_path / "s"), save_, content)) == message  # noqa: B023
-        assert [what for what, _ in table.log] == ["save_state (writing)"]
-        assert not (tmp_path / "s").exists()
-        for path in (tmp_path / "s.tmp").glob("[ab]"):
-            path.unlink()
-    table = Table(**{"save_state (writing)": [{"error": "disk full", "site": 0, "files": {}}]})
-    assert said(lambda: write(context(), table, request(), save_, {})) == "rank 1: disk full"
+@pytest.mark.parametrize(
+    ("tasks", "error", "message"),
+    [
+        ({}, "no such thing", "no such thing"),
+        ({"a": partial(put, b"1"), "b": partial(fail, OverflowError("long"))}, None, "OverflowError: long"),
+        ({"a": partial(fail, CheckpointError("my words"))}, None, "my words"),
+        ({}, None, "rank 1: disk full"),
+    ],
+)
+def test_what_one_rank_could_not_write_ends_the_save_on_all(tmp_path, tasks, error, message):
+    others = [{"error": "disk full", "site": 0, "files": {}}] if message.startswith("rank 1") else []
+    table = Table(**{"save_state (writing)": others})
+    assert said(lambda: ready(tmp_path / "s", tasks, error=error).write(table)) == message
+    assert [what for what, _ in table.log] == ["save_state (writing)"]
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_what_keeps_the_leader_from_committing_is_told(tmp_path, monkeypatch):
-    events, failing = [], set()
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [("seal", ["seal"]), ("fence", ["seal", "fence"]), ("commit", ["seal", "fence", "commit"]), (None, [])],
+)
+def test_what_keeps_the_leader_from_committing_is_told(tmp_path, monkeypatch, failing, expected):
+    events = []
+
+    def step(name, *_):
+        events.append(name)
+        if name == failing:
+            raise CheckpointError(f"cannot {name}")
 
     class Place(LocalDestination):
-        def seal(self, manifest):
-            events.append("seal")
-            if "seal" in failing:
-                raise CheckpointError("cannot seal")
+        seal, commit = partial(step, "seal"), partial(step, "commit")
 
-        def commit(self, manifest):
-            events.append("commit")
-            raise CheckpointError("cannot commit")
-
-    def superseded():
-        events.append("fence")
-        if "fence" in failing:
-            raise CheckpointError("superseded")
-
-    monkeypatch.setattr(save, "refuse_superseded", superseded)
-    destination = Place(tmp_path / "s", "t", True, None)
+    monkeypatch.setattr(save, "refuse_superseded", lambda: step("fence"))
+    destination = Place(tmp_path / "s", "t", failing is not None, None)
     destination.prepare()
-    for part, message, expected in [
-        ("seal", "cannot seal", ["seal"]),
-        ("fence", "superseded", ["seal", "fence"]),
-        ("commit", "cannot commit", ["seal", "fence", "commit"]),
-    ]:
-        events.clear()
-        failing.clear()
-        failing.add(part)
-        table = Table()
-        text = said(lambda: write(context(), table, request(), Opened(destination, ALONE, "a", 0.0), {}))  # noqa: B023
-        assert text == message
-        assert events == expected
+    table, made = Table(), ready(tmp_path / "s", destination=destination)
+    if failing is None:  # a rank that does not lead
+        made.write(table)
+        assert table.brought[1:] == [None, None]
+    else:
+        assert said(lambda: made.write(table)) == f"cannot {failing}"
         assert table.log[-1] == ("save_state (committing)", 3600.0)
-    destination.leads = False
-    events.clear()
-    table = Table()
-    write(context(), table, request(tmp_path / "s"), Opened(destination, ALONE, "a", 0.0), {})
-    assert events == []
-    assert table.brought[1:] == [None, None]
+    assert events == expected
 
 
 def test_several_sites_complete_each_other_before_any_commits(tmp_path, monkeypatch):
-    sites, asked = Sites(0, (0, 1)), []
+    sites, asked, tasks = Sites(0, (0, 1)), [], {"a": partial(put, b"1")}
+    others = {"save_state (writing)": [{"error": None, "site": 1, "files": {}}]}
 
     def complete(barrier, where, destination):
         asked.append((barrier, where, destination))
@@ -445,10 +401,9 @@ def test_several_sites_complete_each_other_before_any_commits(tmp_path, monkeypa
         return {"b": FileRecord(2, 5)}
 
     monkeypatch.setattr(save, "complete", complete)
-    save_ = opened(tmp_path / "s", sites)
-    table = Table(**{"save_state (writing)": [{"error": None, "site": 1, "files": {}}]})
-    write(context(world_size=2), table, request(tmp_path / "s"), save_, {"a": partial(put, b"1")})
-    assert asked == [(table, sites, save_.destination)]
+    table, made = Table(**others), ready(tmp_path / "s", tasks, sites=sites, world_size=2)
+    made.write(table)
+    assert asked == [(table, sites, made.destination)]
     assert table.log[1] == ("save_state (sealing)", 3600.0)
     assert sorted(read_manifest(tmp_path / "s").files) == ["a", "b"]
 
@@ -456,11 +411,10 @@ def test_several_sites_complete_each_other_before_any_commits(tmp_path, monkeypa
         raise CheckpointError("no link")
 
     monkeypatch.setattr(save, "complete", broken)
-    save_ = opened(tmp_path / "t", sites)
-    table = Table(**{"save_state (writing)": [{"error": None, "site": 1, "files": {}}]})
-    assert said(lambda: write(context(), table, request(), save_, {"a": partial(put, b"1")})) == "no link"
+    table = Table(**others)
+    assert said(lambda: ready(tmp_path / "t", tasks, sites=sites).write(table)) == "no link"
     assert table.log[-1] == ("save_state (sealing)", 3600.0)
-    assert not (tmp_path / "t.tmp" / "manifest.json").exists()
+    assert not (tmp_path / "t").exists()
 
 
 def test_old_checkpoints_that_cannot_go_are_told_with_the_new_one_complete(tmp_path):
@@ -468,28 +422,25 @@ def test_old_checkpoints_that_cannot_go_are_told_with_the_new_one_complete(tmp_p
         raise PermissionError(13, "Permission denied")
 
     root = SimpleNamespace(retain=retain)
-    save_ = opened(tmp_path / "checkpoint_0", numbered=True)
-    assert said(lambda: write(context(), Table(), request(root=root), save_, {})) == (
+    assert said(lambda: ready(tmp_path / "checkpoint_0", asked=request(root=root)).write(Table())) == (
         f"{tmp_path}/checkpoint_0 is complete, but older checkpoints could not be removed: "
         "PermissionError: [Errno 13] Permission denied"
     )
     assert read_manifest(tmp_path / "checkpoint_0").id == "0af3"
-    write(context(), Table(), request(tmp_path / "s", root), opened(tmp_path / "s"), {})
-
-
-def whole_save(prepared, request):
-    destination, finish = save.begin(context(), Table(), survey(), prepared, request)
-    finish(Table(), 1)
-    return destination
+    ready(tmp_path / "s", asked=request(tmp_path / "s", root)).write(Table())
 
 
 def test_a_save_that_fails_leaves_nothing_behind(tmp_path):
-    prepared = nothing(custom=[State({"function": print})])
-    text = said(lambda: whole_save(prepared, request(tmp_path / "s")))
+    def whole(prepared):
+        made = Save(context(), Table(), prepared, request(tmp_path / "s"))
+        made.open(survey())
+        made.collect()
+        made.write(Table(), 1)
+
+    text = said(lambda: whole(Prepared(custom=[State({"function": print})])))
     assert text.startswith("custom_checkpoint_0.pkl could not be loaded again")
     assert list(tmp_path.iterdir()) == []
-    where = whole_save(nothing(), request(tmp_path / "s"))
-    assert where.target == tmp_path / "s"
+    whole(Prepared())
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
@@ -505,7 +456,7 @@ def test_files_are_written_side_by_side_unless_no_thread_may_start(tmp_path, wri
 
     names = ["c", "aa", "b", "dddd", "ee", "f"]
     barrier = threading.Barrier(writers)
-    destination = opened(tmp_path / "s").destination
+    destination = ready(tmp_path / "s").destination
     tasks = {name: partial(note, name) for name in names}
     records = save._write(destination, tasks, writers)
     assert list(records) == names

@@ -44,16 +44,9 @@ def mixed(rank):
     }
 
 
-def test_gather_joins_in_order_of_rank(run_ranks):
-    def body():
-        nothing = [tuple(op(torch.empty(0, 5)).shape) for op in (gather, reduce, broadcast)]
-        return nothing, gather(torch.tensor([PartialState().process_index])).tolist()
-
-    assert run_ranks(4, body) == [([(0, 5)] * 3, [0, 1, 2, 3])] * 4
-
-
 def test_gather_keeps_structure_types_and_dtypes(run_ranks):
     def body():
+        assert [tuple(op(torch.empty(0, 5)).shape) for op in (gather, reduce, broadcast)] == [(0, 5)] * 3
         return gather(mixed(PartialState().process_index))
 
     for result in run_ranks(2, body):
@@ -320,44 +313,18 @@ def test_debug_mode_names_operation_and_shapes_instead_of_hanging(run_ranks, swi
         assert "  - Process 0: [1, 5]\n  - Process 1: [1, 2, 5]" in message
 
 
-def test_debug_mode_names_rank_and_path(run_ranks):
-    def body():
-        rank = PartialState().process_index
-        good = {"a": [torch.zeros(2), torch.zeros(3)]}
-        cases = [
-            {"a": [torch.zeros(2), torch.zeros(3 + rank)]},
-            {"a": [torch.zeros(2)] + [torch.zeros(3)] * (1 - rank)},
-            {"ab"[rank]: [torch.zeros(2)]},
-            {"a": torch.zeros(2, dtype=(torch.float32, torch.int32)[rank])},
-        ]
-        messages = []
-        for case in cases:
-            with pytest.raises(DistributedOperationException) as caught:
-                gather(case)
-            messages.append(str(caught.value).splitlines()[-1])
-        gather(good), reduce(good), pad_across_processes([torch.zeros(rank + 1, 2)])
-        with pytest.raises(DistributedOperationException, match=r"shape \[\*, \*\] against \[\*\]"):
-            pad_across_processes(torch.zeros([2] * (rank + 1)))
-        return messages
-
-    for messages in run_ranks(2, body, env={"ORC_DEBUG_MODE": "1"}):
-        assert messages == [
-            "First difference: process 1 differs from process 0 at ['a'][1]: shape [4] against [3]",
-            "First difference: process 1 has 1 tensors, process 0 has 2",
-            "First difference: process 1 has ['b'][0] where process 0 has ['a'][0]",
-            "First difference: process 1 differs from process 0 at ['a']: torch.int32 against torch.float32",
-        ]
-
-
-def test_new_shapes_that_differ_are_named_also_without_debug_mode(run_ranks):
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_operands_that_differ_are_named_with_rank_and_path(run_ranks, debug):
     def body():
         rank = PartialState().process_index
         same = [torch.zeros(2)]
         cases = [
             lambda: gather({"a": [torch.zeros(2), torch.zeros(3 + rank)]}),
-            lambda: reduce({"ab"[rank]: torch.zeros(1)}),
+            lambda: gather({"a": [torch.zeros(2)] + [torch.zeros(3)] * (1 - rank)}),
+            lambda: reduce({"ab"[rank]: [torch.zeros(1)]}),
             lambda: broadcast(torch.zeros(2, dtype=(torch.float32, torch.int32)[rank])),
             lambda: pad_across_processes([torch.zeros(1)] * (rank + 1)),
+            lambda: pad_across_processes(torch.zeros([2] * (rank + 1))),
             lambda: [gather, reduce][rank](torch.zeros(7)),
         ]
         messages = []
@@ -365,15 +332,17 @@ def test_new_shapes_that_differ_are_named_also_without_debug_mode(run_ranks):
             gather(same)
             with pytest.raises(DistributedOperationException) as caught:
                 case()
-            messages.append(str(caught.value).splitlines()[-1])
+            messages.append(str(caught.value).splitlines()[-1].removeprefix("First difference: process 1 "))
         return messages, [leaf.tolist() for leaf in gather(same)]
 
-    for messages, rest in run_ranks(2, body, timeout=20):
+    for messages, rest in run_ranks(2, body, env={"ORC_DEBUG_MODE": debug}, timeout=20):
         assert messages == [
-            "First difference: process 1 differs from process 0 at ['a'][1]: shape [4] against [3]",
-            "First difference: process 1 has ['b'] where process 0 has ['a']",
-            "First difference: process 1 differs from process 0 in its tensor: torch.int32 against torch.float32",
-            "First difference: process 1 has 2 tensors, process 0 has 1",
+            "differs from process 0 at ['a'][1]: shape [4] against [3]",
+            "has 1 tensors, process 0 has 2",
+            "has ['b'][0] where process 0 has ['a'][0]",
+            "differs from process 0 in its tensor: torch.int32 against torch.float32",
+            "has 2 tensors, process 0 has 1",
+            "differs from process 0 in its tensor: shape [*, *] against [*]",
             "  - Process 1: `orc.runtime.reduce`",
         ]
         assert rest == [[0.0] * 4]

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import pytest
 
-from orc.runtime.collectives import store_connection
+from orc.runtime.collectives import store_server
 from orc.runtime.collectives.store_server import STRANGERS, RemoteStore, StoreServer, open_store
 from orc.runtime.core.store import LocalStore, StoreError, StoreTimeout
 
@@ -125,7 +125,7 @@ def test_a_stranger_changes_nothing_and_holds_nobody_up(remote, server, local, w
 
 
 def test_a_crowd_of_silent_strangers_is_turned_away_after_a_while(remote, server, monkeypatch):
-    monkeypatch.setattr(store_connection, "GREETING_S", 0.5)
+    monkeypatch.setattr(store_server, "GREETING_S", 0.5)
     strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(STRANGERS + 20)]
     try:
         remote.set("a", "b")
@@ -174,7 +174,7 @@ def test_what_came_in_time_is_read_by_a_thread_that_is_late():
         with receiver:
             sender.sendall(b"answer")
             receiver.recv(6, socket.MSG_PEEK | socket.MSG_WAITALL)
-            line = store_connection.Connection(receiver)
+            line = store_server.Connection(receiver)
             assert line._exactly(6, time.monotonic() - 1) == b"answer"
             with pytest.raises(TimeoutError):
                 line._exactly(1, time.monotonic() - 1)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from orc.runtime.data.index_batches import CustomBatches, PassSampler, PlanBatches
-from orc.runtime.data.order import SequentialOrder, ShuffledOrder
+from orc.runtime.data.order import Order, ShuffledOrder
 from orc.runtime.data.plan import IndexPlan, PositionError
 from orc.runtime.data.position import Cut, Pass
 from orc.runtime.data.samplers import BatchSamplerShard
@@ -36,7 +36,7 @@ def position(**changes):
 
 
 def plan_batches(plan, rank=0, order=None, **options):
-    return PlanBatches(plan, order or SequentialOrder(plan.length), rank, alone, **options)
+    return PlanBatches(plan, order or Order(plan.length), rank, alone, **options)
 
 
 def custom_batches(batch_sampler, world=1, rank=0, split=False, even=True):
@@ -103,7 +103,7 @@ def test_a_pass_over_a_plan_begins_anywhere(shuffle, world, drop, even):
     ):
         if cut.samples > length:
             continue
-        order = ShuffledOrder(RandomSampler(range(length))) if shuffle else SequentialOrder(length)
+        order = ShuffledOrder(RandomSampler(range(length))) if shuffle else Order(length)
         key = {"kind": "shuffled", "seed": 4} if shuffle else {"kind": "sequential"}
         whole = list(RandomSampler(range(length), generator=seeded(4))) if shuffle else list(range(length))
         rounds = rounds_by_hand(whole, cut.samples, rows, world, drop, even)
@@ -135,7 +135,7 @@ def test_a_plan_sampler_describes_its_batches():
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_without_batching_bare_indices_are_served(shuffle):
-    order = ShuffledOrder(RandomSampler(range(5))) if shuffle else SequentialOrder(5)
+    order = ShuffledOrder(RandomSampler(range(5))) if shuffle else Order(5)
     key = {"kind": "shuffled", "seed": 4} if shuffle else {"kind": "sequential"}
     first, second, third, fourth, fifth = list(RandomSampler(range(5), generator=seeded(4))) if shuffle else range(5)
     samplers = [plan_batches(IndexPlan(5, 1, 2), rank, order, single=True) for rank in range(2)]
@@ -150,7 +150,7 @@ def test_without_batching_bare_indices_are_served(shuffle):
 def test_a_new_pass_draws_its_order_when_the_first_batch_is_asked_for():
     drawn = []
 
-    class Noting(SequentialOrder):
+    class Noting(Order):
         def draw(self, epoch, share):
             drawn.append((epoch, share))
             return super().draw(epoch, share)

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 from orc.runtime.data import order as orders
-from orc.runtime.data.order import SeededOrder, SequentialOrder, ShuffledOrder, check_key, permutation
+from orc.runtime.data.order import Order, SeededOrder, ShuffledOrder, check_key, permutation
 from orc.runtime.data.plan import PositionError
 from orc.runtime.data.samplers import SeedableRandomSampler
 
@@ -48,7 +48,7 @@ def test_an_order_that_is_only_looked_at_is_drawn_once():
 
 
 def test_a_sequential_order_needs_nothing():
-    order = SequentialOrder(6)
+    order = Order(6)
     key = order.draw(3, alone)
     assert (len(order), key, order.indices(key)) == (6, {"kind": "sequential"}, None)
 
@@ -165,7 +165,7 @@ def test_a_seeded_order_takes_the_seed_of_rank_0():
 @pytest.mark.parametrize(
     ("order", "key", "saved"),
     [
-        (SequentialOrder(3), {"kind": "shuffled", "seed": 1}, "shuffled"),
+        (Order(3), {"kind": "shuffled", "seed": 1}, "shuffled"),
         (ShuffledOrder(RandomSampler(range(3))), {"kind": "seeded", "seed": 1, "epoch": 0}, "seeded"),
         (SeededOrder(SeedableRandomSampler(range(3))), {}, "None"),
     ],

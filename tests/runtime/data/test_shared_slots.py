@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from orc.runtime import Accelerator
-from orc.runtime.data.shared_slots import SharedSlots
+from orc.runtime.data.wire import SharedSlots
 
 
 def test_a_slot_is_free_again_when_the_last_tensor_in_it_is_gone():

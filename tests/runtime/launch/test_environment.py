@@ -26,14 +26,6 @@ def place(env):
     )
 
 
-def test_a_plain_process_is_alone():
-    assert place({}) == ("single", (0, 1, 0, 1, 0), (None, None))
-
-
-def test_torchrun():
-    assert place(TORCHRUN) == ("torchrun", (3, 8, 1, 2, 1), ("node-a", 29500))
-
-
 def test_an_orc_agent_adds_the_job():
     env = TORCHRUN | {
         "ORC_MARKER": "orc-digits-k3f9a2-a2",
@@ -84,18 +76,6 @@ def test_a_slurm_step_derives_the_address_from_its_nodes():
     assert place(SLURM | {"SLURM_STEP_ID": "1"})[2][1] != port, "steps of one job must not meet"
 
 
-def test_slurm_uses_an_address_that_is_given():
-    assert place(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"})[2] == ("10.0.0.1", 1234)
-
-
-def test_a_batch_script_is_no_task():
-    assert place({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"})[0] == "single"
-
-
-def test_ranks_inside_a_slurm_task_belong_to_the_inner_launcher():
-    assert place(SLURM | TORCHRUN)[0] == "torchrun"
-
-
 @pytest.mark.parametrize(
     ("nodelist", "host"),
     [("a", "a"), ("a,b", "a"), ("n[3-5]", "n3"), ("n[01,07]-ib,m", "n01-ib"), ("rack1-n[10]", "rack1-n10")],
@@ -137,10 +117,31 @@ def test_open_mpi_on_several_machines_needs_an_address():
     assert place(env | {"MASTER_ADDR": "h0"})[:2] == ("openmpi", (1, 2, 0, 1, 1))
 
 
-def test_without_local_rank_loopback_means_one_machine():
-    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
-    assert place(env | {"MASTER_ADDR": "127.0.0.1"})[1] == (1, 2, 1, 2, 0)
-    assert place(env | {"MASTER_ADDR": "node-a"})[1] == (1, 2, 0, 1, 1)
+NO_LOCAL_RANK = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+ALONE = (0, 1, 0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("env", "platform", "ranks", "address"),
+    [
+        ({}, "single", ALONE, (None, None)),
+        ({"WORLD_SIZE": "1"}, "single", ALONE, (None, None)),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"},
+            "single",
+            ALONE,
+            (None, None),
+        ),  # a batch script
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "torchrun", ALONE, (None, None)),
+        (TORCHRUN, "torchrun", (3, 8, 1, 2, 1), ("node-a", 29500)),
+        (SLURM | TORCHRUN, "torchrun", (3, 8, 1, 2, 1), ("node-a", 29500)),  # the inner launcher's
+        (NO_LOCAL_RANK | {"MASTER_ADDR": "127.0.0.1"}, "torchrun", (1, 2, 1, 2, 0), ("127.0.0.1", 1)),  # one machine
+        (NO_LOCAL_RANK | {"MASTER_ADDR": "node-a"}, "torchrun", (1, 2, 0, 1, 1), ("node-a", 1)),
+        (SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7"}, "slurm", (5, 7, 1, 2, 2), ("10.0.0.1", 7)),
+    ],
+)
+def test_a_process_has_the_place_that_its_launcher_gave_it(env, platform, ranks, address):
+    assert place(env) == (platform, ranks, address)
 
 
 @pytest.mark.parametrize(
@@ -161,11 +162,6 @@ def test_without_local_rank_loopback_means_one_machine():
 def test_a_half_made_launch_is_refused_by_name(env, message):
     with pytest.raises(LaunchError, match=message):
         detect(env)
-
-
-def test_a_world_of_one_needs_no_address():
-    assert place({"RANK": "0", "WORLD_SIZE": "1"}) == ("torchrun", (0, 1, 0, 1, 0), (None, None))
-    assert place({"WORLD_SIZE": "1"})[0] == "single"
 
 
 def test_the_mpirun_of_intel_mpi_and_mpich():

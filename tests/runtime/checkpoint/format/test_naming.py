@@ -137,4 +137,3 @@ def test_files_have_their_documented_names():
     assert [layout.model_file(index) for index in (0, 1)] == ["model.safetensors", "model_1.safetensors"]
     assert [layout.model_file(index, False) for index in (0, 1)] == ["pytorch_model.bin", "pytorch_model_1.bin"]
     assert [layout.random_states_file(rank) for rank in (0, 3)] == ["random_states_0.pkl", "random_states_3.pkl"]
-    assert [layout.custom_file(index) for index in (0, 3)] == ["custom_checkpoint_0.pkl", "custom_checkpoint_3.pkl"]

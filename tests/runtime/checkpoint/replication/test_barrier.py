@@ -1,8 +1,6 @@
 """Barriers, with ranks that are threads and a store that is served."""
 
-import contextlib
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +20,6 @@ class Context:
     def __init__(self, rank, store, group=None):
         self.rank, self.store, self.world_size, self.key, self.group = rank, store, 2, KEY, group
         self.config = SimpleNamespace(timeout_s=30.0)
-
-
-class Group:
-    """Process group."""
 
 
 class SlowStore(RemoteStore):
@@ -80,53 +74,3 @@ def test_rank_0_does_not_end_before_the_others_have_read_the_verdict(both, fails
         thread.join(30)
         assert not thread.is_alive()
     assert ends == dict.fromkeys((0, 1), "no" if fails else 3)
-
-
-def test_an_answer_may_take_as_long_as_a_rank_may_be_late():
-    """Rank 0 answers when its interpreter does nothing else."""
-    asked = []
-    context = Context(1, SimpleNamespace(clone=lambda answer_s=0: asked.append(answer_s)))
-    context.config.timeout_s = 900.0
-    Barrier(context)._connect()
-    assert asked == [900.0]
-
-
-def test_the_end_waits_for_nobody_who_has_parted(both):
-    SlowStore.slow.set()
-
-    def meet(context):
-        barrier = Barrier(context, name="background")
-        barrier.hold("saving", 0, max)
-        barrier.part()
-
-    threads = [threading.Thread(target=meet, args=(context,)) for context in both]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    assert not barrier_module._unread
-
-
-def test_who_starts_anew_over_the_same_group_finds_nothing_of_the_meetings_before():
-    """A script resets its state and makes another Accelerator: another context, of the same group and store."""
-    store, group = LocalStore(), Group()
-    names = [Barrier(Context(1, store, group))._name for _ in range(2)]
-    assert names == ["barrier/1", "barrier/2"]
-    assert Barrier(Context(1, store, Group()))._name == "barrier/1", "of a new group with a new store"
-
-
-def test_the_end_does_not_wait_long_for_a_rank_that_is_gone(both):
-    first, second = both
-
-    def stay():
-        with contextlib.suppress(CheckpointError):
-            Barrier(second).hold("saving", 0, max)
-
-    threading.Thread(target=stay, daemon=True).start()
-    Barrier(first).hold("saving", 0, max)
-    began = time.monotonic()
-    wait_for_readers(0.2)
-    assert time.monotonic() - began < 10
-    wait_for_readers()  # once
-    assert not barrier_module._unread

@@ -241,11 +241,6 @@ def test_a_machine_that_dies_in_a_save_leaves_all_at_one_step(tmp_path, run_rank
     assert len(listing(tmp_path, 1)) == 1
 
 
-def test_every_machine_keeps_as_many_as_wanted(tmp_path, run_ranks, disks):
-    run_ranks(2, saved, 1, 2, 3, 4, env=disks(0, 1, ORC_CHECKPOINT_KEEP="2"), nodes=2)
-    assert listing(tmp_path, 0) == listing(tmp_path, 1) == ["checkpoint_2", "checkpoint_3"]
-
-
 def test_saving_in_the_background_reaches_every_machine(tmp_path, run_ranks, disks):
     def save():
         run = Run()
@@ -275,29 +270,6 @@ def test_files_of_hooks_reach_every_machine(tmp_path, run_ranks, disks):
         directory = tmp_path / str(machine) / "checkpoint_0"
         assert [(directory / f"hook-{rank}").read_text() for rank in (0, 1)] == ["", "x" * 10]
         assert "hook-0" in (directory / "manifest.json").read_text()
-
-
-def test_a_machine_that_cannot_keep_the_copy_fails_all_and_leaves_nothing(tmp_path, run_ranks, disks):
-    run_ranks(2, saved, 2, env=disks(0, 1), nodes=2)
-
-    def resume():
-        from orc.runtime.checkpoint.storage import durable
-
-        if os.environ["RANK"] == "1":
-
-            def full(fd, data):
-                raise OSError(28, "No space left on device")
-
-            durable.os.write = full
-        try:
-            continued()
-        except Exception as error:
-            return str(error)
-
-    for text in run_ranks(2, resume, env=disks(0, 5), nodes=2):
-        assert "rank 1: " in text
-        assert "checkpoint_0 cannot be copied: [Errno 28] No space left on device" in text
-    assert listing(tmp_path, 5) == []
 
 
 def test_a_named_directory_is_loaded_as_it_was_saved_last(tmp_path, run_ranks):

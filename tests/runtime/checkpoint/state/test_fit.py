@@ -146,38 +146,6 @@ def test_what_one_rank_cannot_load_is_put_back_on_all(tmp_path, run_ranks):
     assert run_ranks(2, scenario, str(tmp_path / "s")) == [(5, True)] * 2
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("where", ["hook", "state"])
-def test_a_rank_whose_own_code_fails_during_a_load_is_not_waited_for(tmp_path, run_ranks, where):
-    def scenario(root):
-        from orc.runtime import Accelerator
-
-        accelerator = Accelerator()
-        model = accelerator.prepare(torch.nn.Linear(2, 2))
-        counter = Counter(1)
-        accelerator.register_for_checkpointing(counter)
-        accelerator.save_state(root)
-
-        def fail(*_):
-            raise ZeroDivisionError("of its own")
-
-        if where == "hook":
-            fails = fail if accelerator.process_index == 1 else lambda *_: None
-            accelerator.register_load_state_pre_hook(fails)
-        elif accelerator.process_index == 1:
-            counter.state_dict = fail
-        before = [parameter.tolist() for parameter in model.parameters()]
-        try:
-            accelerator.load_state(root)
-        except Exception as error:
-            same = before == [parameter.tolist() for parameter in model.parameters()]
-            return type(error).__name__, "of its own" in str(error), same
-        return None
-
-    ends = run_ranks(2, scenario, str(tmp_path / "s"), timeout=30)
-    assert ends == [("RankMissing", True, True), ("ZeroDivisionError", True, True)]
-
-
 @pytest.mark.parametrize("name", ["step", "epoch", "offset", "world_size", "id", "created_at", "files"])
 def test_a_manifest_that_was_changed_is_seen(tmp_path, make_run, name):
     run = make_run()
