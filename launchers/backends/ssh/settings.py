@@ -17,7 +17,7 @@ from orc.launchers.remote.ssh.options import HostName, SshOptions, UserName, ref
 from orc.launchers.spec.options import Flag, FrozenModel, Number, PathText, Whole, seconds, several, validate_options
 
 if TYPE_CHECKING:
-    from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec
+    from orc.launchers.remote.ssh.routes import ConnectOptions, HostSpec
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
     from orc.launchers.spec.source import Document
