@@ -88,3 +88,18 @@ class NoRoom(BackendError):
     def __init__(self, what: str, *, where: str = "", holders: Sequence[str] = ()) -> None:
         super().__init__(what, where=where)
         self.holders = tuple(holders)
+
+
+class HostAccessError(BackendUnreachable):
+    """The host answered and one side refused the other: a key, a host key, no Python. Trying again does not help.
+
+    It says nothing about the jobs that run there, hence it is a `BackendUnreachable`.
+    """
+
+
+class LinkLost(BackendUnreachable):
+    """The connection was cut or fell silent while something was underway. Whether that had its effect is unknown."""
+
+
+class NoSession(LinkLost):
+    """The connection was found dead before anything was started over it."""

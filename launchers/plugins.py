@@ -71,4 +71,4 @@ class PluginGroup:
 
 
 BACKENDS = PluginGroup("backends", "BACKEND", folders=True)
-COMMANDS = PluginGroup("commands", "COMMAND", folders=False, shared=frozenset({"base", "options", "program"}))
+COMMANDS = PluginGroup("commands", "COMMAND", folders=False, shared=frozenset({"base", "options"}))

@@ -17,11 +17,6 @@ KEYRING_SERVICE = "orc"
 _MAX_BYTES = 64 * 1024
 
 
-def secrets_dir() -> Path:
-    """Return the directory of secrets: ``secrets/NAME`` in the configuration directory, mode 0600 or stricter."""
-    return config_dir() / "secrets"
-
-
 def resolve_secrets(
     names: Iterable[str], env: Mapping[str, str] | None = None, directory: Path | None = None
 ) -> dict[str, str]:
@@ -31,12 +26,12 @@ def resolve_secrets(
     `SpecError` that names all that are missing, or a file that others could read.
     """
     environment = os.environ if env is None else env
-    files = secrets_dir() if directory is None else directory
+    files = config_dir() / "secrets" if directory is None else directory
     values: dict[str, str] = {}
     missing: list[str] = []
     for name in names:
         # An empty value is taken for a missing one: nothing but a mistake makes an empty secret.
-        value = environment.get(name) or _from_file(files / name) or _from_keyring(name)
+        value = environment.get(name) or read_private(files / name, f"secret {name}") or _from_keyring(name)
         if value:
             values[name] = value
         else:
@@ -55,10 +50,6 @@ def resolve_secrets(
 def redact(text: str, values: Iterable[str]) -> str:
     """*text* with ``***`` for every secret value, in all its forms."""
     return masked(text, values)
-
-
-def _from_file(path: Path) -> str | None:
-    return read_private(path, f"secret {path.name}")
 
 
 def read_private(path: Path, what: str) -> str | None:

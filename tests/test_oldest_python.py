@@ -64,7 +64,7 @@ def test_what_travels_uses_nothing_newer_than_the_oldest_python():
 # What is sent to hosts as text, and runs there with bare Python.
 SENT = {name for program in (PRESENCE, RECEIVER, COLLECTOR) for name in (program.module, *program.others)} | {
     *("environments.build", "environments.container", "environments.copied", "environments.requirements"),
-    *("hosts.probe", "hosts.all_reduce_probe", "hosts.promised_speed", "hosts.session_probe", "remote.ssh.watchdog"),
+    *("hosts.probe", "hosts.all_reduce_probe", "hosts.session_probe", "remote.ssh.watchdog"),
 }
 
 

@@ -15,14 +15,19 @@ from orc.launchers.accelerate.keys import CONFIG_KEYS, OPTIONS, SECTIONS, Option
 from orc.launchers.accelerate.location import default_path
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import source
-from orc.launchers.spec.problems import Problem, SpecProblems, at, dotted, nearest
-from orc.launchers.spec.source import Document, KeyPath, Reading
+from orc.launchers.spec.problems import Problem, SpecProblems, at, dotted, nearest, shown
+from orc.launchers.spec.source import Document, KeyPath
 
 CREDENTIALS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 # Texts as they are written: 1.10 is a version and no number.
 _TEXTUAL = {
     *("pytorch_version", "transformers_version", "py_version", "base_job_name", "profile", "iam_role_name"),
     *("commands", "tpu_env", "tpu_name", "main_process_ip", "gpu_ids"),
+}
+# What keys of a section begin with, which some files leave out.
+_PREFIXES: Mapping[Any, str] = {
+    **{f"{name}_config": f"{name}_" for name in ("fsdp", "megatron_lm", "fp8", "dynamo")},
+    "parallelism_config": "parallelism_config_",
 }
 # Keys that documents of other ages have -> what became of them.
 RENAMED = {
@@ -99,7 +104,8 @@ def read_config(path: str | Path) -> AccelerateConfig:
     """
     file = Path(path).expanduser()
     text = source.read_file(file, "configuration file")
-    return config_of(source.parse(text, str(file), _reading), file)
+    document = source.parse(text, str(file), lambda path: "text" if path and path[0] in _TEXTUAL else "typed")
+    return config_of(document, file)
 
 
 def config_of(document: Document, path: Path) -> AccelerateConfig:
@@ -156,7 +162,7 @@ def _structure(document: Document, place: KeyPath, value: Any) -> Problem | None
         what = "credentials do not belong into files; use an AWS profile or the environment"
         return at(document, place, what, key=True)
     if len(place) == 1 and place[0] in SECTIONS and value not in (None, "", {}):
-        return at(document, place, f"expected a mapping of keys and values, not {_shown(value)}")
+        return at(document, place, f"expected a mapping of keys and values, not {shown(value)}")
     return None
 
 
@@ -166,7 +172,7 @@ def _option(place: KeyPath, value: Any) -> tuple[str, Option | None, str]:
     if option := CONFIG_KEYS.get(name):
         note = "" if name == option.key or name == "gradient_accumulation_steps" else _newer(place, option)
         return name, option, note
-    if len(place) == 2 and (option := CONFIG_KEYS.get(f"{place[0]}.{_prefix(str(place[0]))}{place[1]}")):
+    if len(place) == 2 and (option := CONFIG_KEYS.get(f"{place[0]}.{_PREFIXES.get(place[0])}{place[1]}")):
         return name, option, f"is read as {str(option.key).partition('.')[2]}"  # fsdp_config without fsdp_
     if name == "fp16" and isinstance(value, bool):
         chosen = CONFIG_KEYS["mixed_precision"] if value else None
@@ -182,12 +188,6 @@ def _newer(place: KeyPath, option: Option) -> str:
     if len(place) == 2 and current.startswith(f"{place[0]}."):
         return ""
     return f"is read as {current}, its place today"
-
-
-def _prefix(section: str) -> str:
-    return {"fsdp_config": "fsdp_", "megatron_lm_config": "megatron_lm_", "fp8_config": "fp8_"}.get(
-        section, "parallelism_config_" if section == "parallelism_config" else "dynamo_"
-    )
 
 
 def _parsed(option: Option, name: str, value: Any) -> Any:
@@ -222,19 +222,12 @@ def _contradictions(document: Document, given: Mapping[str, Given]) -> Iterator[
     if kind is not None and kind.value in ("DATA_PARALLEL", "MODEL_PARALLEL") and not sagemaker:
         what = f"{kind.value} is of Amazon SageMaker, and compute_environment is LOCAL_MACHINE"
         yield at(document, kind.path, what)
-    for name, needed in (("machine_rank", "num_machines"),):
-        one, other = given.get(name), given.get(needed)
-        if one is not None and one.value >= (other.value if other else 1):
-            what = f"{one.value} is no machine of {other.value if other else 1}: they are numbered from 0"
-            yield at(document, one.path, what)
-    machines, processes = given.get("num_machines"), given.get("num_processes")
+    rank, machines, processes = (given.get(name) for name in ("machine_rank", "num_machines", "num_processes"))
+    if rank is not None and rank.value >= (count := machines.value if machines else 1):
+        yield at(document, rank.path, f"{rank.value} is no machine of {count}: they are numbered from 0")
     if machines and processes and not sagemaker and processes.value % machines.value:
         what = f"{processes.value} processes cannot be divided among {machines.value} machines"
         yield at(document, processes.path, what)
-
-
-def _reading(path: KeyPath) -> Reading:
-    return "text" if path and path[0] in _TEXTUAL else "typed"
 
 
 def _refused(why: str, value: Any) -> str:
@@ -242,11 +235,4 @@ def _refused(why: str, value: Any) -> str:
     if repr(value) in why:
         return why
     expected, comma, near = why.partition(", did you mean")
-    return f"{expected}, not {_shown(value)}{comma}{near}"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return f"{expected}, not {shown(value)}{comma}{near}"

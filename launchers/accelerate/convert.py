@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orc.launchers.accelerate import places
 from orc.launchers.accelerate.config_file import AccelerateConfig
-from orc.launchers.accelerate.draft import Draft, Note, Notes
+from orc.launchers.accelerate.draft import Draft, Note, Notes, on_machines, on_sagemaker, on_tpu
 from orc.launchers.accelerate.keys import of_group
 from orc.launchers.errors import SpecError
 from orc.launchers.spec.load import validate
@@ -68,13 +67,13 @@ def convert(config: AccelerateConfig, *, script: str = "train.py", name: str | N
     _sharding(draft, kind)
     _parallelism(draft)
     if config.sagemaker:
-        places.sagemaker(draft, title)
+        on_sagemaker(draft, title)
     elif config.tpu:
-        places.tpu(draft, title)
+        on_tpu(draft, title)
     else:
         _processes(draft, kind)
         _launcher(draft)
-        places.machines(draft, title)
+        on_machines(draft, title)
     draft.notes.settle_rest()
     if draft.launcher:
         draft.job["launcher"] = _short(draft.launcher)
@@ -103,7 +102,7 @@ def _runtime(draft: Draft) -> None:
     _fp8(draft, precision)
     for name in ("cpu", "debug", "downcast_bf16"):
         if draft.take(name):
-            draft.runtime[str(_setting(draft, name))] = True
+            draft.runtime[str(draft.config.given[name].option.setting)] = True
     for option in of_group("dynamo"):
         if option.setting and not option.says_nothing(value := draft.take(option.name)):
             draft.runtime[option.setting] = value.lower() if isinstance(value, str) else value
@@ -131,10 +130,6 @@ def _fp8(draft: Draft, precision: str) -> None:
             settings[setting.key] = value.lower() if setting.key == "backend" else value
     if precision == "fp8" and settings:
         draft.runtime["fp8"] = settings
-
-
-def _setting(draft: Draft, name: str) -> str | None:
-    return draft.config.given[name].option.setting
 
 
 def _sharding(draft: Draft, kind: str) -> None:

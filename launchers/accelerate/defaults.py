@@ -39,8 +39,6 @@ SAGEMAKER_DEFAULTS: Mapping[str, Any] = {
     "num_machines": 1,
     "use_cpu": False,
 }
-# Defaults that a DeepSpeed file says instead, or that follow from others.
-_OF_DEEPSPEED_FILE = ("mixed_precision",)
 
 
 def basic_config(mixed_precision: str, gpus: int) -> dict[str, Any]:
@@ -65,8 +63,7 @@ def updated(config: AccelerateConfig) -> dict[str, Any]:
         (found.setdefault(section, {}) if section else found)[name] = value
     defaults = dict(SAGEMAKER_DEFAULTS if config.sagemaker else LOCAL_DEFAULTS)
     if config.get("deepspeed_config_file"):
-        for name in _OF_DEEPSPEED_FILE:
-            defaults.pop(name)
+        del defaults["mixed_precision"]  # that file says it
     return {**defaults, **found}
 
 

@@ -2,15 +2,14 @@
 
 Everything that takes or explains them reads this table: the flags of `orc launch`, the reader of configuration files,
 their conversion to job files, and the documentation. Options of sharding, DeepSpeed, FP8, Megatron-LM and the kinds of
-parallelism are in `orc.launchers.accelerate.features`.
+parallelism are in `orc.launchers.accelerate.options`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from orc.launchers.accelerate.features import FEATURES
-from orc.launchers.accelerate.option import GROUPS, Option, mapping, text, texts, words
+from orc.launchers.accelerate.options import FEATURES, GROUPS, Option, mapping, text, texts, words
 from orc.runtime.core import config
 from orc.runtime.core.parsing import choice, number, truth, whole
 

@@ -181,8 +181,8 @@ def _check_together(found: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             raise LaunchError(f"--{flag} has no effect without {OPTIONS[switch].flag.replace('_', '-')}")
 
 
-def _refuse(option: Option, where: str, what: str = "") -> None:
-    name = what or (option.key if where and option.key else option.flag)
+def _refuse(option: Option, where: str) -> None:
+    name = option.key if where and option.key else option.flag
     hint = f"In a job file: {option.job}. `orc submit` runs it." if option.effect == "job" and option.job else ""
     raise LaunchError(f"{name} cannot be done by orc launch: {option.does.rstrip('.')}", where=where, hint=hint)
 

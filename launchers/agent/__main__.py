@@ -10,7 +10,7 @@ from orc.launchers.agent.processes import make_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 USAGE = """usage: python -I -S <runtime tree> node <agent.json> --owner OWNER [--node-rank N] [--restart N]
                                                      [--master-host HOST]
@@ -22,11 +22,11 @@ USAGE = """usage: python -I -S <runtime tree> node <agent.json> --owner OWNER [-
        python -I -S <runtime tree> rsh [options] host command [arg ...]"""
 
 
-def _number(options: Mapping[str, str], name: str) -> int:
-    text = options.get(name, "0")
-    if not text.isdigit():
-        raise LaunchFailure(f"{name} {text!r} is not a number")
-    return int(text)
+_OPTIONS = {
+    "node": {"--owner", "--node-rank", "--restart", "--master-host"},
+    "gang": {"--owner"},
+    "start": {"--owner", "--node-rank"},
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,34 +45,27 @@ def main(arguments: Sequence[str]) -> int:
 
         return stacks(rest)
     if mode == "kill" and len(rest) == 1:
-        from orc.launchers.agent.cleanup import kill_attempt
+        from orc.launchers.agent.processes import kill_attempt
 
         kill_attempt(rest[0])
         return 0
     options = dict(zip(rest[1::2], rest[2::2]))
-    known = {
-        "node": {"--owner", "--node-rank", "--restart", "--master-host"},
-        "gang": {"--owner"},
-        "start": {"--owner", "--node-rank"},
-    }.get(mode)
-    if known is None or not rest or len(rest) % 2 == 0 or not set(options) <= known or "--owner" not in options:
+    if not rest or len(rest) % 2 == 0 or not set(options) <= _OPTIONS.get(mode, set()) or "--owner" not in options:
         print(USAGE, file=sys.stderr)
         return 2
     make_private()
-    config = load_config(rest[0])
-    if mode == "gang":
-        from orc.launchers.agent.gang import Gang
+    config, owner = load_config(rest[0]), options["--owner"]
+    for name in ("--node-rank", "--restart"):
+        if not options.setdefault(name, "0").isdigit():
+            raise LaunchFailure(f"{name} {options[name]!r} is not a number")
+    node = int(options["--node-rank"])
+    if mode == "node":
+        from orc.launchers.agent.node import Node
 
-        return Gang(config, options["--owner"]).run()
-    node = _number(options, "--node-rank")
-    if mode == "start":
-        from orc.launchers.agent.start import start
+        return Node(config, node, owner, int(options["--restart"]), master_host=options.get("--master-host")).run()
+    from orc.launchers.agent.start import Gang, start
 
-        return start(config, node, options["--owner"])
-    restart = _number(options, "--restart")
-    from orc.launchers.agent.node import Node
-
-    return Node(config, node, options["--owner"], restart, master_host=options.get("--master-host")).run()
+    return Gang(config, owner).run() if mode == "gang" else start(config, node, owner)
 
 
 def run(arguments: Sequence[str]) -> int:

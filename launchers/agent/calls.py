@@ -19,13 +19,13 @@ from orc.launchers.agent.processes import (
     decode_wait_status,
     make_private,
     shell_exit_status,
+    signal_group,
     spawn,
     users_umask,
 )
 from orc.launchers.agent.procfs import holder_runs, identity, process_start
 from orc.launchers.agent.records import read_json, write_json
 from orc.launchers.agent.shim import node_of
-from orc.launchers.agent.signals import signal_group
 from orc.launchers.agent.state import FAILURE_GRACE_S, FAST_POLL_S, POLL_S, NodeState
 
 TYPE_CHECKING = False

@@ -15,14 +15,23 @@ import select
 import signal
 import time
 
-from orc.launchers.agent.cleanup import KILL_S, kill_attempt
 from orc.launchers.agent.errors import Superseded
 from orc.launchers.agent.failures import verdict
 from orc.launchers.agent.preparation import end_containers
-from orc.launchers.agent.processes import PR_SET_PDEATHSIG, background, decode_wait_status, load_libc, prctl
+from orc.launchers.agent.processes import (
+    ENDING,
+    KILL_S,
+    NEWS,
+    PR_SET_PDEATHSIG,
+    background,
+    decode_wait_status,
+    kill_attempt,
+    load_libc,
+    prctl,
+    signal_process,
+)
 from orc.launchers.agent.procfs import descendants, is_running, runs_another
 from orc.launchers.agent.records import create_json, read_json, write_json
-from orc.launchers.agent.signals import ENDING, NEWS, signal_process
 from orc.launchers.agent.state import NodeState, StopRequest
 
 TYPE_CHECKING = False
@@ -171,7 +180,8 @@ class Fence:
             return bool(self.node.config.hosts)
         pid, start = int(lease.get("pid", 0)), str(lease.get("pid_start"))
         if is_running(pid, start, me["boot_id"]):
-            end_agent(pid, self.node.config.marker)
+            end_below(pid, self.node.config.marker)
+            signal_process(pid, signal.SIGKILL)
         if directory != self.node.attempt_dir or node == self.node.node:  # else its own new agent does that
             kill_attempt(directory, node)
         return not is_running(pid, start, me["boot_id"])
@@ -195,13 +205,6 @@ def _names(place: str, kind: str) -> list[str]:
 def _has_ended(place: str, restart: int) -> bool:
     records = (read_json(os.path.join(place, name)) for name in _names(place, "exit"))
     return any(record is not None and int(record.get("restart", 0)) == restart for record in records)
-
-
-def end_agent(pid: int, marker: str) -> bool:
-    """Kill what is below the agent *pid*, then the agent, which is stopped meanwhile; return whether all are gone."""
-    gone = end_below(pid, marker)
-    signal_process(pid, signal.SIGKILL)
-    return gone
 
 
 def end_below(pid: int, marker: str, spare: int = 0) -> bool:

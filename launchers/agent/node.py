@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
-from orc.launchers.agent.cleanup import kill_descendants
-from orc.launchers.agent.completion import finish_gang
 from orc.launchers.agent.errors import EXIT_HELD, EXIT_LAUNCH, LaunchFailure, Superseded, log_stderr
 from orc.launchers.agent.failures import check_rank_records, make_verdict, verdict
 from orc.launchers.agent.fence import Fence
 from orc.launchers.agent.gpus import gpu_count
-from orc.launchers.agent.lease import succeeded_before, take_lease
 from orc.launchers.agent.preparation import end_containers, load_secrets, prepare, step
-from orc.launchers.agent.processes import become_subreaper
-from orc.launchers.agent.ranks import launch_environment, start_process, start_ranks
-from orc.launchers.agent.records import log_tail, read_json, remove, write_json
-from orc.launchers.agent.rendezvous import join_rendezvous
-from orc.launchers.agent.signals import take_signals
-from orc.launchers.agent.state import FAILURE_GRACE_S, FAST_POLL_S, StopRequest
+from orc.launchers.agent.processes import become_subreaper, kill_descendants, release_signals, take_signals, users_umask
+from orc.launchers.agent.procfs import identity
+from orc.launchers.agent.ranks import join_rendezvous, launch_environment, start_process, start_ranks
+from orc.launchers.agent.records import create_json, log_tail, read_json, remove, write_json
+from orc.launchers.agent.state import FAILURE_GRACE_S, FAST_POLL_S, NodeState, StopRequest
 from orc.launchers.agent.supervision import (
     Supervisor,
     end_processes,
@@ -27,12 +24,14 @@ from orc.launchers.agent.supervision import (
     rank_processes,
     stop_ranks_now,
 )
-from orc.launchers.agent.variables import substitute
+from orc.launchers.agent.variables import substitute, without_own
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
+
+    from orc.launchers.agent.config import AgentConfig
 
 
 class Node(Supervisor):
@@ -47,9 +46,8 @@ class Node(Supervisor):
         if not take_lease(self):
             return EXIT_HELD
         if self.node == 0 and self.config.nnodes_from:
-            write_json(
-                os.path.join(self.attempt_dir, "agent.json"), self.config.to_dict()
-            )  # with the real number of nodes
+            # With the real number of nodes.
+            write_json(os.path.join(self.attempt_dir, "agent.json"), self.config.to_dict())
         return self.run_with_lease()
 
     def run_with_lease(self) -> int:
@@ -86,7 +84,7 @@ class Node(Supervisor):
             self.log("the agent failed:\n" + traceback.format_exc())
             ending = make_verdict("launch", f"the agent failed: {type(error).__name__}: {error}", EXIT_LAUNCH)
         if ending["outcome"] == "launch":
-            self.announce(StopRequest("launch", ending["reason"], 0.0, exit_status=EXIT_LAUNCH))
+            self.announce(StopRequest("launch", ending["reason"], 0.0))
         kill_sessions(self)
         end_containers(self)
         self.fence.stop_guard()
@@ -208,9 +206,7 @@ class Node(Supervisor):
             time.sleep(FAST_POLL_S)
 
     def clean_up(self, ending: dict[str, Any]) -> None:
-        """Remove the secrets when the attempt is over; one that will be run again in the same place still needs
-        them.
-        """
+        """Remove the secrets when the attempt is over; one that is run again in the same place still needs them."""
         if self.port:
             self.port.close()
         if self.slots:
@@ -253,3 +249,71 @@ def start_services(node: Supervisor, values: Mapping[str, str], env: dict[str, s
             tail = log_tail(log, process.log_start, list(node.secrets.values()))
             raise LaunchFailure(f"the nodes have not found each other\n{tail}".rstrip())
     return node.stop is None
+
+
+def finish_gang(config: AgentConfig) -> None:
+    """Remove the secrets and start ``on_exit``, once, when all nodes of a gang have ended."""
+    attempt_dir = config.attempt_dir
+    remove(os.path.join(attempt_dir, "secrets.json"))
+    on_exit = config.on_exit
+    if not on_exit or not create_json(os.path.join(attempt_dir, "finished.json"), identity()):
+        return
+    env = without_own(os.environ)
+    env.update(on_exit.get("env") or {}, ORC_GANG=config.marker)
+    sys.stderr.flush()
+    if os.fork() == 0:
+        try:
+            os.setsid()
+            release_signals()
+            os.umask(users_umask())
+            os.execvpe(on_exit["argv"][0], on_exit["argv"], env)
+        except OSError as error:
+            log_stderr(f"cannot start {on_exit['argv'][0]}: {error}")
+        finally:
+            os._exit(127)
+
+
+def take_lease(node: NodeState) -> bool:
+    """Exactly one copy of this node's agent gets past this line."""
+    path = os.path.join(node.dir, "lease.json")
+    lease = {"owner": node.owner, "restart": node.restart, "marker": node.config.marker, **node.me}
+    if create_json(path, lease):
+        return True
+    held = read_json(path) or {}
+    later = held.get("owner") == node.owner and int(held.get("restart", 0)) < node.restart
+    # Of several copies of the same restart one wins this link; then the lease is its own to replace.
+    if later and create_json(os.path.join(node.dir, f"lease-r{node.restart}.json"), lease):
+        # Who comes later still has to know whom this one has replaced.
+        create_json(os.path.join(node.dir, f"lease-r{int(held.get('restart', 0))}.json"), held)
+        before = os.path.join(node.dir, "exit.json")
+        if os.path.exists(before):
+            os.rename(before, os.path.join(node.dir, f"exit-r{int(held.get('restart', 0))}.json"))
+        write_json(path, lease)
+        return True
+    say_held(f"node {node.node} of {node.config.marker}", held)
+    return False
+
+
+def say_held(what: str, lease: Mapping[str, Any]) -> None:
+    """Print who holds *what*, as the *lease* of that agent says."""
+    holder = f"{lease.get('owner')} (pid {lease.get('pid')} on {lease.get('host')})"
+    log_stderr(f"{what} is held by {holder}; nothing was started")
+
+
+def succeeded_before(node: NodeState) -> bool:
+    """Return whether an earlier restart of this attempt has ended well on every node.
+
+    A scheduler that lost its memory (a killed Slurm controller) may requeue a job that has succeeded. The records
+    stay as they are, so every agent of this restart sees the same.
+    """
+    if not node.restart:
+        return False
+    paths = [os.path.join(node.attempt_dir, f"node-{k}", "exit.json") for k in range(node.nnodes)]
+    records = [read_json(path) for path in paths]
+    return all(
+        record is not None
+        and record.get("owner") == node.owner
+        and record.get("outcome") == "succeeded"
+        and int(record.get("restart", 0)) < node.restart
+        for record in records
+    )

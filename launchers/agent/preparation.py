@@ -7,15 +7,13 @@ import os
 import time
 
 from orc.launchers.agent.errors import LaunchFailure
-from orc.launchers.agent.peers import start_timed_out
+from orc.launchers.agent.failures import start_timed_out
 from orc.launchers.agent.processes import agent_argv, background, decode_wait_status, describe_exit, spawn, users_umask
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.ranks import job_environment
 from orc.launchers.agent.records import log_tail, read_json
 from orc.launchers.agent.state import FAST_POLL_S, NodeState
 from orc.launchers.agent.supervision import Supervisor, end_processes
-
-TYPE_CHECKING = False
 
 
 def make_work(tree: str, work: str) -> None:

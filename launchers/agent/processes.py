@@ -1,4 +1,7 @@
-"""Child processes: programs and forked work that die with the agent, and how they ended."""
+"""Processes that an agent starts, signals and ends: programs and forked work that die with it, and how they ended.
+
+Signals are blocked for the agent's whole life and taken one by one, so that nothing interrupts it half-way.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,87 @@ import errno
 import os
 import signal
 import sys
+import time
 
 from orc.launchers.agent.errors import LaunchFailure, log_stderr
-from orc.launchers.agent.signals import release_signals
+from orc.launchers.agent.procfs import (
+    boot_id,
+    children,
+    descendants,
+    is_running,
+    marked_processes,
+    process_start,
+    runs_another,
+)
+from orc.launchers.agent.records import NODE_RECORD_BYTES, checked, read_json, remove
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Any
+
+# SIGURG too: a scheduler signals every process of a step at once, and this one means nothing to the ranks.
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG, signal.SIGINT)
+NEWS = signal.SIGUSR2  # from the link's process: something has come
+_WATCHED = (signal.SIGCHLD, *ENDING, signal.SIGHUP, NEWS)
+_inherited_mask: set[signal.Signals] | None = None
+
+
+def take_signals() -> None:
+    """Block what the agent reacts to; from now on `next_signal` delivers it. Children get the old mask back."""
+    global _inherited_mask
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would reap our children behind our back
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    if _inherited_mask is None:  # a forked node agent inherits what the gang has blocked
+        _inherited_mask = {signal.Signals(number) for number in before}
+
+
+def release_signals() -> None:
+    """Undo `take_signals` (for callers that live on after having supervised)."""
+    if _inherited_mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _inherited_mask)
+
+
+def next_signal(timeout_s: float) -> signal.struct_siginfo | None:
+    """The next blocked signal, waiting for *timeout_s* at most."""
+    return signal.sigtimedwait(_WATCHED, max(0.0, timeout_s))
+
+
+def ended_children(first: int = 0) -> Iterator[tuple[int, int]]:
+    """Reap the children that have ended, ``(pid, wait status)``: *first* before the others.
+
+    The kernel lists them by age. But however many end before the signal is taken, it names the one that was first: so
+    a rank that fails is told from those that lose their connection to it a moment later.
+    """
+    if not first and (pending := signal.sigtimedwait((signal.SIGCHLD,), 0)) is not None:
+        first = pending.si_pid
+    for which in (first, -1) if first else (-1,):
+        while True:
+            try:
+                pid, status = os.waitpid(which, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if not pid:
+                break
+            yield pid, status
+
+
+def signal_process(pid: int, number: int) -> bool:
+    """Send a signal; False when the process is gone."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def signal_group(pid: int, number: int) -> None:
+    """Send a signal to the process group led by *pid*, if any of it is left."""
+    try:
+        os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
 
 _OF_TERMINALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
@@ -186,3 +262,84 @@ def detach(path: str) -> None:
         os.dup2(source, target)
     os.close(log)
     os.close(null)
+
+
+KILL_S = 10.0  # what has not ended by then does not
+
+
+def kill_descendants(marker: str, spare: Iterable[int] = ()) -> None:
+    """Kill everything below this process until nothing is left, but for the children in *spare* and other attempts
+    than *marker*.
+
+    As a child subreaper this process also inherits what its children had put into the background. Reaps what it
+    kills; call it when no exit status matters any more.
+    """
+    spared = set(spare)
+    deadline = time.monotonic() + KILL_S
+    while time.monotonic() < deadline:
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return  # the usual case, found without looking at every process of the machine
+        left = [pid for pid in children() if pid not in spared and not runs_another(pid, marker)]
+        if not left:
+            return
+        for pid in left:
+            for below in (pid, *descendants(pid, lambda other: runs_another(other, marker))):
+                signal_process(below, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.002)
+
+
+def _is_abandoned(name: str) -> bool:
+    """Return True for a file that was just being written (`write_json`, `create_json`) by a process that is gone.
+
+    Those that live are agents of the next attempt, which note the end of this one.
+    """
+    parts = name.rsplit(".", 3)
+    if len(parts) < 3 or parts[-1] not in ("tmp", "new") or not parts[-2].isdigit():
+        return False
+    elsewhere = parts[-1] == "new" and not name.endswith(f".{os.uname().nodename}.{parts[-2]}.new")
+    return not elsewhere and process_start(int(parts[-2])) is None
+
+
+def _sessions(path: str) -> list[tuple[int, str]]:
+    """Return the sessions that an agent has noted and that still run; the job can have written anything there."""
+    noted = read_json(path, NODE_RECORD_BYTES) or {}
+    sessions = noted.get("sessions")
+    found = [checked(one) for one in (sessions if isinstance(sessions, list) else ()) if isinstance(one, dict)]
+    pairs = [(one.get("pid", 0), str(one.get("start"))) for one in found]
+    return [(pid, start) for pid, start in pairs if is_running(pid, start, str(noted.get("boot_id")))]
+
+
+def kill_attempt(attempt_dir: str, node: int | None = None) -> int:
+    """Kill what an attempt (or one node of it) has left on this machine when its agent is gone.
+
+    Returns how many processes were found. The sessions come from ``pids.json``; what escaped from them (or started
+    before they were noted) is recognised by its environment.
+    """
+    killed: dict[int, str] = {}
+    if node is not None:
+        names = [f"node-{node}"]
+    else:  # no directory: somebody has removed it under a running attempt
+        names = [n for n in os.listdir(attempt_dir) if n.startswith("node-")] if os.path.isdir(attempt_dir) else []
+    for name in names:
+        for pid, start in _sessions(os.path.join(attempt_dir, name, "pids.json")):
+            killed[pid] = start
+            signal_group(pid, signal.SIGKILL)
+    deadline = time.monotonic() + KILL_S
+    while time.monotonic() < deadline:
+        marked = [pid for pid in marked_processes(attempt_dir, node) if pid != os.getpid()]
+        killed.update((pid, process_start(pid) or "") for pid in marked)
+        for pid in marked:
+            signal_process(pid, signal.SIGKILL)
+        if not any(process_start(pid) == start for pid, start in killed.items()):
+            break
+        time.sleep(0.01)
+    for name in names:
+        directory = os.path.join(attempt_dir, name)
+        if (read_json(os.path.join(directory, "pids.json"), NODE_RECORD_BYTES) or {}).get("boot_id") == boot_id():
+            for unfinished in os.listdir(directory):
+                if _is_abandoned(unfinished):
+                    remove(os.path.join(directory, unfinished))
+    return len(killed)

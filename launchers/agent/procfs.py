@@ -68,9 +68,7 @@ def _pids() -> Iterator[int]:
 
 
 def runs_another(pid: int, marker: str) -> bool:
-    """Return whether the process runs another attempt than *marker*: a job that one of our ranks has submitted
-    outlives us.
-    """
+    """Return whether the process runs another attempt than *marker*: a job that a rank has submitted outlives us."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environ = file.read().split(b"\0")
@@ -102,9 +100,7 @@ def children() -> list[int]:
 
 
 def marked_processes(attempt_dir: str, node: int | None = None) -> list[int]:
-    """Return processes of this user on this machine whose environment says that they belong to the attempt (and
-    node).
-    """
+    """Return this user's processes on this machine whose environment says that they are of the attempt (and node)."""
     wanted = {os.fsencode(f"ORC_ATTEMPT_DIR={attempt_dir}")}
     if node is not None:
         wanted.add(os.fsencode(f"ORC_NODE_RANK={node}"))

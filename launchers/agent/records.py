@@ -252,9 +252,7 @@ def remove(path: str) -> None:
 
 
 def log_tail(path: str, start: int = 0, secrets: Sequence[str] = ()) -> str:
-    """Return the last lines of a log from byte *start* on, without the values of *secrets*: 40 lines and 8 KiB at
-    most.
-    """
+    """Return the last lines of a log from byte *start* on, without values of *secrets*: 40 lines and 8 KiB at most."""
     if secrets:
         from orc.launchers.agent.masking import longest, masked
     try:

@@ -14,17 +14,20 @@ import time
 from orc.launchers.agent.errors import EXIT_CANCELLED, LaunchFailure, log_stderr
 from orc.launchers.agent.gpus import own_part
 from orc.launchers.agent.processes import (
+    ENDING,
     PR_SET_PDEATHSIG,
     decode_wait_status,
     make_private,
+    next_signal,
     prctl,
     shell_exit_status,
+    signal_process,
     spawn,
+    take_signals,
     users_umask,
 )
 from orc.launchers.agent.procfs import boot_id, process_start, process_stat
 from orc.launchers.agent.records import read_json, remove, write_json
-from orc.launchers.agent.signals import ENDING, next_signal, signal_process, take_signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

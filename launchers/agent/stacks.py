@@ -15,10 +15,9 @@ import sys
 import time
 
 from orc.launchers.agent.config import load_config
-from orc.launchers.agent.processes import background, make_private
+from orc.launchers.agent.processes import background, make_private, signal_process
 from orc.launchers.agent.procfs import descendants, process_start
 from orc.launchers.agent.records import create_json, read_json, write_json
-from orc.launchers.agent.signals import signal_process
 from orc.launchers.agent.state import FAST_POLL_S, NodeState
 
 TYPE_CHECKING = False
@@ -37,9 +36,7 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<fu
 
 
 def number() -> int:
-    """Return the signal that makes a rank's Python write its stacks: one that no program uses, and nothing else
-    sends.
-    """
+    """Return the signal that makes a rank's Python write its stacks: one that no program uses or sends."""
     return int(signal.SIGRTMIN) + 13
 
 
@@ -122,7 +119,9 @@ def running_ranks(node: NodeState) -> list[tuple[int, int, int]]:
 
 def stacks_of(directory: str, ranks: Sequence[tuple[int, int, int]], masked: Any = str) -> list[dict[str, Any]]:
     """Return the stacks of these ranks, whose files are in *directory*."""
-    spy = find_py_spy()
+    import shutil
+
+    spy = shutil.which("py-spy")
     # All are asked before the first is waited for: the stacks of one moment.
     asked = {} if spy else {rank: RankStackDump(directory, rank, pid) for rank, _, pid in ranks}
     found = []
@@ -147,7 +146,8 @@ class RankStackDump:
 
     def __init__(self, directory: str, rank: int, pid: int) -> None:
         self.path = os.path.join(directory, f"stacks-{rank}.txt")
-        self.pid = next((p for p in (pid, *descendants(pid)) if handles_stack_signal(p)), 0)
+        # To one without a handler, the signal would be the end.
+        self.pid = next((p for p in (pid, *descendants(pid)) if _has_signal(f"/proc/{p}/status", "SigCgt")), 0)
         if not os.path.exists(self.path):
             self.pid = 0
         if not self.pid:  # none that could answer
@@ -180,11 +180,6 @@ class RankStackDump:
         """
         pending, blocked = stack_signal_state(self.pid)
         return pending or bool(blocked - self.deaf)
-
-
-def handles_stack_signal(pid: int) -> bool:
-    """Return whether the process has a handler for `number`: to any other, it would be the end."""
-    return _has_signal(f"/proc/{pid}/status", "SigCgt")
 
 
 def stack_signal_state(pid: int) -> tuple[bool, set[str]]:
@@ -224,13 +219,6 @@ def parse(text: str) -> list[dict[str, Any]]:
     if threads:
         threads[-1]["main"] = True
     return threads
-
-
-def find_py_spy() -> str | None:
-    """Return the path of py-spy, where it is installed."""
-    import shutil
-
-    return shutil.which("py-spy")
 
 
 def py_spy_stacks(spy: str, pid: int) -> tuple[list[dict[str, Any]], str]:

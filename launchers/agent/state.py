@@ -7,11 +7,10 @@ import os
 import sys
 import time
 
-from orc.launchers.agent.errors import log_stderr
-from orc.launchers.agent.processes import decode_wait_status
+from orc.launchers.agent.errors import EXIT_CANCELLED, EXIT_LAUNCH, EXIT_PREEMPTED, EXIT_TIMEOUT, log_stderr
+from orc.launchers.agent.processes import decode_wait_status, ended_children
 from orc.launchers.agent.procfs import identity
 from orc.launchers.agent.records import FORMAT, PROGRESS_BYTES, create_json, read_json, refresh_json, remove, write_json
-from orc.launchers.agent.signals import ended_children
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,8 +19,11 @@ if TYPE_CHECKING:
     from orc.launchers.agent.config import AgentConfig
 
 
+_STATUSES = {"preempted": EXIT_PREEMPTED, "launch": EXIT_LAUNCH, "timeout": EXIT_TIMEOUT, "cancelled": EXIT_CANCELLED}
+
+
 class StopRequest:
-    """Reason for ending the ranks before they end by themselves."""
+    """Reason for ending the ranks before they end by themselves; its outcome decides the exit status if that is 0."""
 
     def __init__(
         self,
@@ -31,7 +33,7 @@ class StopRequest:
         *,
         forward: bool = True,
         failure: dict[str, Any] | None = None,
-        exit_status: int = 1,
+        exit_status: int = 0,
         lost: bool = False,
         lost_node: int | None = None,
         announced: bool = False,
@@ -41,7 +43,7 @@ class StopRequest:
         self.grace_s = grace_s
         self.forward = forward  # send SIGTERM at once; a rank that left with 75 shows that the others are leaving too
         self.failure = failure
-        self.exit_status = exit_status
+        self.exit_status = exit_status or _STATUSES.get(outcome, 1)
         self.lost = lost
         self.lost_node = lost_node  # which one, where that is known
         self.announced = announced  # learned from another node, so it need not be told
@@ -164,9 +166,7 @@ class NodeState:
                 self.announce(stop)
 
     def announce(self, stop: StopRequest) -> None:
-        """Announce the stop to the other nodes, and keep the first failure safe should this agent not live to write
-        its record.
-        """
+        """Announce the stop to the other nodes, and keep the first failure should this agent not live to record it."""
         path = os.path.join(self.attempt_dir, f"stop-r{self.restart}.json")
         try:
             create_json(path, stop.record(self.node, self.me["host"]))
@@ -217,9 +217,7 @@ class NodeState:
         return ""
 
     def masked(self, text: str) -> str:
-        """Return *text* without the values of secrets: what a job prints stays in its own log, but travels no
-        further.
-        """
+        """Return *text* without values of secrets: what a job prints stays in its own log, and travels no further."""
         if not self.secrets:
             return text
         from orc.launchers.agent.masking import masked
@@ -259,7 +257,7 @@ class NodeState:
             self.fence.renew(began)
         except FileNotFoundError:  # nobody can see this attempt any more, nor reach it to cancel it
             reason = f"{self.attempt_dir} was removed"
-            self.request_stop(StopRequest("node_failure", reason, FAILURE_GRACE_S, exit_status=1, lost=True))
+            self.request_stop(StopRequest("node_failure", reason, FAILURE_GRACE_S, lost=True))
         except OSError as error:
             self.log(f"cannot write a heartbeat: {error}")
         self.notify_link()

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 
-from orc.launchers.agent.errors import EXIT_CANCELLED, EXIT_PREEMPTED, EXIT_TIMEOUT
 from orc.launchers.agent.failures import (
     EXPLAIN_S,
     check_launcher,
@@ -17,13 +16,14 @@ from orc.launchers.agent.failures import (
     first_rank_failure,
     launcher_preempted,
     on_failure,
+    on_peer_stop,
+    on_preempted,
     on_service_end,
+    watch_peers,
 )
-from orc.launchers.agent.peers import on_peer_stop, watch_peers
-from orc.launchers.agent.processes import decode_wait_status
+from orc.launchers.agent.processes import ENDING, NEWS, decode_wait_status, next_signal, signal_group, signal_process
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.records import read_json
-from orc.launchers.agent.signals import ENDING, NEWS, next_signal, signal_group, signal_process
 from orc.launchers.agent.state import ATTENTIVE, FAILURE_GRACE_S, FAST_POLL_S, POLL_S, NodeState, Rank, StopRequest
 
 TYPE_CHECKING = False
@@ -75,25 +75,15 @@ class Supervisor(NodeState):
         elif stop_record is not None:
             on_peer_stop(self, stop_record)
         elif number == signal.SIGINT:
-            self.request_stop(StopRequest("cancelled", "interrupted", self.grace_s, exit_status=EXIT_CANCELLED))
+            self.request_stop(StopRequest("cancelled", "interrupted", self.grace_s))
         else:
-            self.request_stop(
-                StopRequest("preempted", f"preempted ({number.name})", self.grace_s, exit_status=EXIT_PREEMPTED)
-            )
+            self.request_stop(StopRequest("preempted", f"preempted ({number.name})", self.grace_s))
 
     def on_cancel(self, cancel: dict[str, Any]) -> None:
         """React to ``cancel.json``."""
-        grace = cancel.get("grace_s")
-        reason = str(cancel.get("reason") or "cancelled")
-        self.request_stop(
-            StopRequest(
-                "cancelled",
-                reason,
-                self.grace_s if grace is None else float(grace),
-                exit_status=EXIT_CANCELLED,
-                announced=True,  # by the file itself
-            )
-        )
+        given = cancel.get("grace_s")
+        reason, grace = str(cancel.get("reason") or "cancelled"), self.grace_s if given is None else float(given)
+        self.request_stop(StopRequest("cancelled", reason, grace, announced=True))  # by the file itself
 
     def on_rank_end(self, rank: Rank) -> None:
         """React to the end of a rank (or the launcher, or a service), which may be that of the attempt."""
@@ -121,8 +111,7 @@ class Supervisor(NodeState):
             if self.stop:
                 return
         if code == self.preempt_exit and rank.rank is not None:
-            reason = f"rank {rank.rank} asked to be run again (exit code {code})"
-            self.request_stop(StopRequest("preempted", reason, self.grace_s, forward=False, exit_status=EXIT_PREEMPTED))
+            on_preempted(self, rank.rank)
             return
         if rank.rank is None and launcher_preempted(self):
             return
@@ -144,7 +133,7 @@ class Supervisor(NodeState):
         if self.stop is None and deadline is not None and now - self.begun >= float(deadline):
             stall = self.stall()
             reason = f"time limit of {float(deadline):g} s reached" + (f"; {stall}" if stall else "")
-            self.request_stop(StopRequest("timeout", reason, self.grace_s, exit_status=EXIT_TIMEOUT))
+            self.request_stop(StopRequest("timeout", reason, self.grace_s))
         cancel = read_json(os.path.join(self.attempt_dir, "cancel.json"))
         if cancel is not None and self.stop is None:
             self.on_cancel(cancel)

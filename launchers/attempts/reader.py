@@ -184,9 +184,7 @@ def log_path(directory: str, selector: LogSelector) -> str:
 
 
 def read_log(transport: Transport, directory: str, selector: LogSelector, offset: int = 0) -> Iterator[LogChunk]:
-    """Yield the content of one log from byte *offset* on, in chunks of `CHUNK_BYTES`; nothing while the log is not
-    there.
-    """
+    """Yield one log from byte *offset* on, in chunks of `CHUNK_BYTES`; nothing while the log is not there."""
     path = log_path(directory, selector)
     while True:
         try:
@@ -201,9 +199,7 @@ def read_log(transport: Transport, directory: str, selector: LogSelector, offset
 
 
 def read_job_file(transport: Transport, directory: str, name: str, offset: int = 0, limit: int | None = None) -> bytes:
-    """Return at most *limit* bytes of the file *name* beside the attempt at *directory* from byte *offset* on; none
-    without a file.
-    """
+    """Return at most *limit* bytes of *name* beside the attempt at *directory* from *offset* on; none without it."""
     try:
         return transport.read(posixpath.join(posixpath.dirname(directory), name), offset=offset, limit=limit)
     except FileNotFoundError:

@@ -180,9 +180,7 @@ def merge(records: Sequence[Mapping[str, Any]], nnodes: int) -> AttemptExit | No
 
 @dataclass(frozen=True)
 class LogSelector:
-    """Selector of one log of an attempt: a rank's, what a node's agent and launcher print, or what starts the
-    agents prints.
-    """
+    """Selector of one log of an attempt: a rank's, that of a node's agent and launcher, or of what starts agents."""
 
     rank: int | None = None
     node: int | None = None

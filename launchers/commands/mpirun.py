@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.commands.base import NodeCommand, program_of
@@ -139,7 +140,7 @@ def script(dialect: str, options: Mapping[str, Any]) -> str:
     families = [name for name, (its_dialect, _) in _FAMILIES.items() if dialect in ("auto", its_dialect)]
     if len(families) == 1:
         return f"{_command(families[0], program, options)}\n"
-    cases = [f"{_FAMILIES[name][1]})\n{_indented(_command(name, program, options))} ;;" for name in families]
+    cases = [f"{_FAMILIES[name][1]})\n{indent(_command(name, program, options), '  ')} ;;" for name in families]
     wanted = "Open MPI" if dialect == "openmpi" else "Open MPI or MPICH or Intel MPI"
     lines = [
         f"said=$({program} --version 2>&1)",
@@ -205,10 +206,6 @@ def _oneccl(options: Mapping[str, Any]) -> dict[str, str]:
 
 def _quoted(word: str) -> str:
     return word if re.fullmatch(r"[\w:{}=.,/+-]+", word, re.ASCII) else shlex.quote(word)
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 COMMAND = MpirunCommand()

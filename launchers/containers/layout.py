@@ -9,9 +9,9 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.attempts.agent_config import agent_config
-from orc.launchers.environments.rendering import environment_of
 from orc.launchers.errors import RenderError
 from orc.launchers.paths import Layout
+from orc.launchers.spec.clusters import environment_of
 
 if TYPE_CHECKING:
     from orc.launchers.agent.config import AgentConfig

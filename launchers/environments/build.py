@@ -56,9 +56,7 @@ def say(text: str) -> None:
 
 
 def run(argv: Sequence[str], *, what: str, env: Mapping[str, str] | None = None, cwd: str | None = None) -> None:
-    """Run a build step, its output into the node's log. Raises `EnvironmentBuildError` with its last lines when it
-    fails.
-    """
+    """Run a build step, its output into the node's log. Raises `EnvironmentBuildError` with its last lines."""
     say("environment: " + " ".join(argv))
     try:
         process = subprocess.Popen(
@@ -119,15 +117,8 @@ def ask(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str | None
 
 def clean_environment() -> dict[str, str]:
     """Return this process's environment without what would change how a Python works that is not the job's."""
-    dropped = (
-        "PYTHONPATH",
-        "PYTHONHOME",
-        "VIRTUAL_ENV",
-        "PIP_REQUIRE_VIRTUALENV",
-        "PIP_TARGET",
-        "PIP_USER",
-        "PIP_PREFIX",
-    )
+    pip = ("PIP_REQUIRE_VIRTUALENV", "PIP_TARGET", "PIP_USER", "PIP_PREFIX")
+    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", *pip)
     return {name: value for name, value in os.environ.items() if name not in dropped}
 
 
@@ -192,9 +183,7 @@ def built(root: str, digest: str, build: Callable[[str], None], usable: Callable
             fcntl.flock(lock, fcntl.LOCK_EX)
             failed = _load(lock_path) if os.path.getsize(lock_path) else {}
             if failed.get("at", 0.0) >= began:
-                raise EnvironmentBuildError(
-                    failed["error"]
-                ) from None  # trying the same again at once would fail as slowly
+                raise EnvironmentBuildError(failed["error"]) from None  # the same again would fail as slowly
         if os.path.exists(marker) and usable(directory):
             os.utime(marker)  # when it was last used
             say(f"environment: {digest} is here already")
@@ -245,12 +234,8 @@ def prepare_venv(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
 
     def build(directory: str) -> None:
         env = clean_environment()
-        argv = [
-            str(python["executable"]),
-            "-m",
-            "venv",
-            *(["--system-site-packages"] * bool(spec.get("system_site_packages"))),
-        ]
+        argv = [str(python["executable"]), "-m", "venv"]
+        argv += ["--system-site-packages"] * bool(spec.get("system_site_packages"))
         try:
             run([*argv, directory], what="making the virtual environment", env=env)
         except EnvironmentBuildError as error:
@@ -398,9 +383,8 @@ def prepare_container(spec: Mapping[str, Any], config: Mapping[str, Any]) -> dic
 
             def fetch(directory: str) -> None:
                 os.mkdir(directory, 0o700)
-                run(
-                    container.pull_argv(ready, os.path.join(directory, "image.sif")), what="fetching the image", env=env
-                )
+                argv = container.pull_argv(ready, os.path.join(directory, "image.sif"))
+                run(argv, what="fetching the image", env=env)
 
             digest = digest_of({"kind": "apptainer", "image": spec["image"]})
             made = built(str(config["root"]), digest, fetch, lambda d: os.path.exists(os.path.join(d, "image.sif")))
@@ -481,9 +465,7 @@ def _load(path: str) -> dict[str, Any]:
 
 
 def prepare(config: Mapping[str, Any], answer: str) -> None:
-    """Make the environment and write the answer, or ``{"error": reason}``. Raises `EnvironmentBuildError`,
-    `OSError`.
-    """
+    """Make the environment, write the answer, or ``{"error": reason}``. Raises `EnvironmentBuildError`, `OSError`."""
     spec = config["environment"]
     remove(answer)  # an earlier restart's
     try:

@@ -75,7 +75,7 @@ def run_argv(
     """
     runtime = str(spec["runtime"])
     own = [f"{path}:{path}" for path in _outermost(mounts)]
-    given = [_mount(mount) for mount in spec.get("mounts") or ()]
+    given = [mount if ":" in mount else f"{mount}:{mount}" for mount in spec.get("mounts") or ()]
     options = [str(option) for option in spec.get("options") or ()]
     program = list(program)
     if runtime == "apptainer":
@@ -124,11 +124,6 @@ def pull_argv(spec: Mapping[str, Any], destination: str = "") -> list[str]:
     if spec["runtime"] == "apptainer":
         return [program, "pull", "--force", destination, str(spec["image"])]
     return [program, "pull", str(spec["image"])]
-
-
-def _mount(text: str) -> str:
-    """Return a mount with both sides: ``/data`` is short for ``/data:/data``."""
-    return text if ":" in text else f"{text}:{text}"
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:

@@ -70,9 +70,7 @@ def lay_out(tree: str, directory: str, packed: Mapping[str, Any], here: Mapping[
 
 
 def moved(content: bytes, old: str, new: str) -> bytes:
-    """Return a script of the environment *old* as it has to be in *new*: the interpreter's path, and what
-    activation sets.
-    """
+    """Return a script of the environment *old* as it has to be in *new*: interpreter's path, what activation sets."""
     if b"\0" in content[:1024]:
         return content
     before, after = os.fsencode(old), os.fsencode(new)

@@ -138,9 +138,7 @@ def _files(root: bytes, rules: IgnoreRules | None) -> list[tuple[str, bytes]]:
 
 
 def _made_anew(path: str, link: bool) -> bool:
-    """Return the names that every node writes for itself: the interpreter, the activation scripts' environment,
-    ``lib64``.
-    """
+    """Return names that every node writes itself: the interpreter, the activation scripts' environment, ``lib64``."""
     directory, _, name = path.rpartition("/")
     return path in ("pyvenv.cfg", "lib64", ".gitignore") or (directory == "bin" and link and name.startswith("python"))
 

@@ -58,9 +58,7 @@ def read_requirements(path: str, seen: dict[str, str] | None = None) -> dict[str
 
 
 def local_files(lines: Sequence[str], cwd: str) -> dict[str, str]:
-    """Digests of the wheels and archives that requirement lines name by path. Raises `EnvironmentBuildError` for
-    directories.
-    """
+    """Digests of the files that requirement lines name by path. Raises `EnvironmentBuildError` for directories."""
     found = {}
     for line in lines:
         word = line.split(" #")[0].split(";")[0].split(" --")[0].strip()

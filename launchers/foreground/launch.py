@@ -16,18 +16,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orc.launchers.agent import network
-from orc.launchers.agent.cleanup import kill_descendants
 from orc.launchers.agent.errors import LaunchFailure
 from orc.launchers.agent.gpus import own_part
 from orc.launchers.agent.processes import (
     become_subreaper,
     decode_wait_status,
     describe_exit,
+    kill_descendants,
+    next_signal,
+    release_signals,
     shell_exit_status,
+    signal_process,
     spawn,
+    take_signals,
 )
 from orc.launchers.agent.procfs import children
-from orc.launchers.agent.signals import next_signal, release_signals, signal_process, take_signals
 from orc.launchers.agent.state import FAILURE_GRACE_S
 from orc.launchers.agent.variables import prepend_path, without_own
 from orc.launchers.control_characters import escape_controls
@@ -286,8 +289,10 @@ class _Round:
             self._clean_up()
             if port is not None:
                 port.close()
+        if self.failed is None and self.interrupted is not None and not self.started:
+            return _End(128 + self.interrupted, f"stopped by {self.interrupted.name}", interrupted=True)
         if self.failed is None:
-            return _End(0) if self.interrupted is None or self.started else self._never_started()
+            return _End(0)
         rank, code, name = self.failed
         status = shell_exit_status(code, name)
         if self.interrupted is not None:
@@ -296,10 +301,6 @@ class _Round:
 
     def _number(self, index: int) -> int:
         return index + (self.request.world.first_rank if self.request.world else 0)
-
-    def _never_started(self) -> _End:
-        number = self.interrupted or signal.SIGTERM
-        return _End(128 + number, f"stopped by {number.name}", interrupted=True)
 
     def _preload(self) -> None:
         """Start one process that imports torch and forks the ranks."""

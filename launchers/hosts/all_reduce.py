@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import BackendError, LaunchError
 from orc.launchers.findings import Finding
-from orc.launchers.hosts.promised_speed import PCI_EXPRESS
+from orc.launchers.hosts.all_reduce_probe import PCI_EXPRESS
 from orc.launchers.remote.programs import Program
 
 if TYPE_CHECKING:
     from orc.launchers.remote.transport import Process, Transport
 
-PROBE = Program("hosts.all_reduce_probe", ("agent.network", "agent.errors", "hosts.promised_speed"))
+PROBE = Program("hosts.all_reduce_probe", ("agent.network", "agent.errors"))
 TIMEOUT_S = 120.0
 _FAILED = "the all-reduce probe failed"
 # Of the median: a host below is named.

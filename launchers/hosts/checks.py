@@ -90,7 +90,7 @@ def compare_hosts(
     found += _differing(answered, "Python", lambda facts: ".".join(map(str, facts["python"][:2])), "warning")
     if not environment:
         found += _differing(answered, "torch", lambda facts: facts["torch"] or _NO_TORCH, "error")
-    found += _differing(answered, "GPU driver", _driver, "warning")
+    found += _differing(answered, "GPU driver", lambda facts: facts["gpus"] and facts["gpus"][0]["driver"], "warning")
     if not gpus:
         found += _differing(answered, "number of GPUs", lambda facts: str(len(facts["gpus"])), "warning")
     return worst_first(found)
@@ -128,9 +128,8 @@ def _alone(one: HostFacts, gpus: int, own_python: bool) -> list[Finding]:
         found.append(Finding("error", f"{facts['root']} cannot be written", one.name, hint))
     if facts["free"] < DISK_WARNING:
         what = f"only {facts['free'] / 1000**2:.0f} MB are free in {facts['root']}"
-        level = "error" if facts["free"] < DISK_ERROR else "warning"
         hint = "Free some space, or set `root:` to another file system."
-        found.append(Finding("error" if level == "error" else "warning", what, one.name, hint))
+        found.append(Finding("error" if facts["free"] < DISK_ERROR else "warning", what, one.name, hint))
     return [*found, *_gpus(one, gpus)]
 
 
@@ -191,10 +190,6 @@ def _apart(skew_s: float) -> str:
     length = abs(skew_s)
     text = f"{length:.0f} s" if length < 600 else f"{length / 60:.0f} min"
     return f"{text} {'ahead' if skew_s > 0 else 'behind'}"
-
-
-def _driver(facts: Mapping[str, Any]) -> str:
-    return str(facts["gpus"][0]["driver"]) if facts["gpus"] else ""
 
 
 def _differing(facts_by_host: Sequence[HostFacts], what: str, value: Any, level: Any) -> list[Finding]:

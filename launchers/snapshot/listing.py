@@ -8,7 +8,6 @@ import re
 import shlex
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,14 +120,6 @@ _GIT_S = 120.0  # a million files take a few seconds
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
 
 
-@dataclass
-class Listing:
-    """Regular files and symbolic links by path (UTF-8 with surrogate escapes), and what was left out unasked."""
-
-    files: dict[str, os.stat_result] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-
-
 def encode(path: str) -> bytes:
     """Return the name on disk of a listed path; independent of the locale."""
     return path.encode("utf-8", "surrogateescape")
@@ -139,25 +130,22 @@ def decode(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
-def list_tree(root: bytes, exclude: Sequence[str] = (), skip: Sequence[bytes] = ()) -> Listing:
-    """Return the files of the working tree below *root*, an absolute path without symbolic links.
+class Listing:
+    """The files of the working tree below *root*, an absolute path without symbolic links.
 
     *exclude* are patterns in gitignore syntax on top of all ``.orcignore`` files; *skip* are absolute directories
     that are left out silently (orc's own state) if they lie below *root*. Raises `BundleError`.
     """
-    return _Lister(root, exclude, skip).run()
 
-
-class _Lister:
-    def __init__(self, root: bytes, exclude: Sequence[str], skip: Sequence[bytes]) -> None:
+    def __init__(self, root: bytes, exclude: Sequence[str] = (), skip: Sequence[bytes] = ()) -> None:
+        # Regular files and symbolic links by path (UTF-8 with surrogate escapes), and what was left out unasked.
+        self.files: dict[str, os.stat_result] = {}
+        self.findings: list[Finding] = []
         self.root = root
         self.skip = tuple(path for path in skip if path.startswith(root.rstrip(b"/") + b"/"))
         self.rules = IgnoreRules(root, ".orcignore", exclude, where="workdir.exclude")
         self.git_rules = IgnoreRules(root, ".gitignore")
-        self.listing = Listing()
         self.real: dict[str, bool] = {"": True}
-
-    def run(self) -> Listing:
         names = self._git(self.root) if _inside_repository(self.root) else None
         if names == []:
             # All of it is ignored by a repository further up (a git-managed home directory, a build folder).
@@ -167,7 +155,6 @@ class _Lister:
             self._walk("")
         else:
             self._take(names, "")
-        return self.listing
 
     def _take(self, names: list[str], prefix: str) -> None:
         """Add the files that git listed for the repository at *prefix*."""
@@ -197,7 +184,7 @@ class _Lister:
             else:
                 self._take(names, path + "/")
         elif not os.listdir(full):
-            self.listing.findings.append(
+            self.findings.append(
                 Finding(
                     "warning",
                     "the submodule is not checked out, the snapshot holds nothing of it",
@@ -234,10 +221,10 @@ class _Lister:
     def _add(self, path: str, status: os.stat_result) -> None:
         kind = stat.S_IFMT(status.st_mode)
         if kind in (stat.S_IFREG, stat.S_IFLNK):
-            self.listing.files[path] = status
+            self.files[path] = status
         else:
             what = _SPECIAL.get(kind, "special file")
-            self.listing.findings.append(Finding("warning", f"left out: it is a {what}, not a file", where=path))
+            self.findings.append(Finding("warning", f"left out: it is a {what}, not a file", where=path))
 
     def _unwanted(self, path: str) -> bool:
         return path.endswith(".pyc") or not _NEVER.isdisjoint(path.split("/")) or self._skipped(path)
@@ -294,7 +281,7 @@ class _Lister:
         if "dubious ownership" in stderr:
             # git will not obey the configuration of another user's repository. A plain walk obeys nothing.
             top = os.fsdecode(next(d for d in _upwards(directory) if os.path.lexists(os.path.join(d, b".git"))))
-            self.listing.findings.append(
+            self.findings.append(
                 Finding(
                     "warning",
                     "git does not trust this repository, which belongs to another user; its ignore files were obeyed",

@@ -16,7 +16,7 @@ from pathlib import Path
 from orc.launchers.errors import BundleError
 from orc.launchers.findings import Finding
 from orc.launchers.snapshot.hashing import StatCache
-from orc.launchers.snapshot.listing import encode, list_tree
+from orc.launchers.snapshot.listing import Listing, encode
 from orc.launchers.snapshot.manifest import EXECUTABLE, FILE, Bundle, Entry, follow
 
 __all__ = [
@@ -92,7 +92,7 @@ def scan(
         raise BundleError(f"{problem}: the working directory of the job", where=os.fsdecode(root))
     if not os.access(root, os.R_OK | os.X_OK):
         raise BundleError("cannot read the working directory of the job", where=os.fsdecode(root))
-    listing = list_tree(root, exclude, [os.path.realpath(os.fsencode(path)) for path in skip])
+    listing = Listing(root, exclude, [os.path.realpath(os.fsencode(path)) for path in skip])
     entries: list[Entry] = []
     sources: dict[str, bytes] = {}
     on_read = _announce(watch, listing.files) if watch is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -24,6 +24,9 @@ from orc.launchers.spec.environment import Environment, Network
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.options import Duration, FrozenModel, Line, Name, Number, ShellLines, Variables, Whole
 from orc.launchers.spec.source import Document, KeyPath, Reading
+
+if TYPE_CHECKING:
+    from orc.launchers.spec.job import JobSpec
 
 LOCAL = "local"
 _USER = r"[A-Za-z0-9_][A-Za-z0-9_.@\\+-]{0,127}"
@@ -143,6 +146,11 @@ class Cluster(FrozenModel):
         made = self.model_copy(update={"root": root})
         made._login = self._login
         return made
+
+
+def environment_of(job: JobSpec, cluster: Cluster) -> Environment:
+    """Return the job's environment, or the cluster's where the job chooses none."""
+    return job.environment if job.environment.kind else cluster.environment
 
 
 def options_document(cluster: Cluster) -> Document:

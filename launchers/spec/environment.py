@@ -227,8 +227,3 @@ class Environment(FrozenModel):
         for kind in given[1:]:
             raise LocatedError(((kind,), f"only one kind of environment can be given; {given[0]} is given too"))
         return self
-
-
-def chosen(job: Environment, cluster: Environment) -> Environment:
-    """Return the job's environment, or the cluster's where the job chooses none."""
-    return job if job.kind else cluster

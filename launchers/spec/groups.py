@@ -7,6 +7,7 @@ Each member is a job file of its own that is made from the one that was read, be
 from __future__ import annotations
 
 import copy
+import graphlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -262,21 +263,11 @@ def stages_before(spec: JobSpec, stages: Iterable[str]) -> list[str]:
 
 def cycle(before: Mapping[str, Sequence[str]]) -> list[str]:
     """Return jobs that wait for each other in a circle, by *before* (those each one waits for); empty without one."""
-    done: set[str] = set()
-    for start in before:
-        path: list[str] = []
-        walks = [iter((start,))]
-        while walks:
-            job = next(walks[-1], None)
-            if job is None:
-                walks.pop()
-                if path and len(walks) <= len(path):
-                    done.add(path.pop())
-            elif job in path:
-                return path[path.index(job) :]
-            elif job not in done:
-                path.append(job)
-                walks.append(iter(before.get(job, ())))
+    try:
+        graphlib.TopologicalSorter(before).prepare()
+    except graphlib.CycleError as error:
+        waited_for: list[str] = error.args[1]  # each for the next one, and the first once more
+        return waited_for[:0:-1]
     return []
 
 

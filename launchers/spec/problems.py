@@ -139,27 +139,28 @@ _EXPECTED = {
 def _message(item: Any) -> str:
     kind, given = item["type"], item["input"]
     context = item.get("ctx", {})
-    shown = f", not {_show(given)}"
+    instead = f", not {shown(given)}"
     if kind in _EXPECTED:
-        return _EXPECTED[kind] + shown
+        return _EXPECTED[kind] + instead
     if kind == "greater_than_equal":
-        return f"must be at least {context['ge']}{shown}"
+        return f"must be at least {context['ge']}{instead}"
     if kind == "less_than_equal":
-        return f"must be at most {context['le']}{shown}"
+        return f"must be at most {context['le']}{instead}"
     if kind == "literal_error":
         hint = (
             nearest(given, context["expected"].replace("'", "").replace(" or ", ", ").split(", "))
             if isinstance(given, str)
             else ""
         )
-        return f"expected {context['expected']}{shown}{hint}"
+        return f"expected {context['expected']}{instead}{hint}"
     if kind in ("string_too_short", "too_short"):
         return "must not be empty"
     message: str = item["msg"]
-    return message[:1].lower() + message[1:] + shown
+    return message[:1].lower() + message[1:] + instead
 
 
-def _show(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value of a file as messages name it, short."""
     if value is None:
         return "empty (null)"
     if isinstance(value, bool):

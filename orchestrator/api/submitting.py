@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from orc.launchers.backends.base import Snapshot
-from orc.launchers.environments.rendering import environment_of
 from orc.launchers.errors import LaunchError, RenderError, SpecError
 from orc.launchers.ids import derived_job_id, new_job_id
 from orc.launchers.snapshot.manifest import INPUT
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.snapshot.tree_store import CONTENT_TIME_NS
 from orc.launchers.spec import JobSpec
+from orc.launchers.spec.clusters import environment_of
 from orc.launchers.spec.groups import cycle, stages_before
 from orc.launchers.spec.relations import artefact
 from orc.orchestrator.clients import groups

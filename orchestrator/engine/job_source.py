@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import BaseModel
 
 from orc.launchers.backends.base import Snapshot
-from orc.launchers.environments.rendering import environment_of, render_environment
 from orc.launchers.errors import LaunchError, RenderError, SpecError
 from orc.launchers.snapshot.listing import patterns_of
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
 from orc.launchers.snapshot.scan import Bundle, ScanWatch, scan
+from orc.launchers.spec.clusters import environment_of
 from orc.launchers.spec.load import Examined, examine, examine_document
 from orc.launchers.spec.problems import Problem, SpecProblems, dotted
 
@@ -143,6 +143,7 @@ def _error(do: Callable[[], Any]) -> LaunchError | None:
 
 def _check_environment(loaded: LoadedJob, spec: JobSpec, cluster: Cluster) -> None:
     """Raise `LaunchError` for an environment that names a file which is not there."""
+    from orc.launchers.attempts.agent_config import render_environment
     from orc.launchers.commands import build_command
     from orc.launchers.paths import Layout
 

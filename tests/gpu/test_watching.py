@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from orc.launchers.hosts.all_reduce_probe import places, reduce_together
-from orc.launchers.hosts.promised_speed import between_gpus
+from orc.launchers.hosts.all_reduce_probe import between_gpus, places, reduce_together
 from orc.runtime import Accelerator
 from orc.runtime.observe import watch
 

@@ -14,7 +14,7 @@ from orc.launchers.backends.ssh import host_program
 from orc.launchers.backends.ssh.settings import read_hostfile
 from orc.launchers.errors import BundleError, LaunchError, SpecError
 from orc.launchers.paths import state_dir
-from orc.launchers.remote.ssh.config import read_config
+from orc.launchers.remote.ssh.routes import read_config
 from orc.launchers.snapshot.content_store import ContentStore
 from orc.launchers.snapshot.scan import scan
 from orc.launchers.spec.clusters import get_cluster, load_clusters

@@ -9,9 +9,8 @@ import socket
 import time
 
 from orc.launchers.agent.errors import log_stderr
-from orc.launchers.agent.link.channel import VERSION, Channel, PeerDisconnected, tls_context
+from orc.launchers.agent.link.channel import CALL, RENDEZVOUS, VERSION, Channel, PeerDisconnected, may_send, tls_context
 from orc.launchers.agent.link.endpoint import SCAN_S, LinkEndpoint
-from orc.launchers.agent.link.records import CALL, RENDEZVOUS, may_send
 from orc.launchers.agent.network import interface_of, plain
 
 TYPE_CHECKING = False

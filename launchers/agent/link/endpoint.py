@@ -14,11 +14,10 @@ import time
 from abc import ABC, abstractmethod
 
 from orc.launchers.agent.errors import log_stderr
-from orc.launchers.agent.link.channel import MESSAGE_BYTES, Channel, PeerDisconnected
-from orc.launchers.agent.link.records import HEARTBEAT, Files, is_record
+from orc.launchers.agent.link.channel import HEARTBEAT, MESSAGE_BYTES, Channel, Files, PeerDisconnected, is_record
 from orc.launchers.agent.messages import encode_message
+from orc.launchers.agent.processes import NEWS, signal_process
 from orc.launchers.agent.records import refresh_json
-from orc.launchers.agent.signals import NEWS, signal_process
 from orc.launchers.agent.state import FAST_POLL_S
 
 TYPE_CHECKING = False

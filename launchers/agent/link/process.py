@@ -1,7 +1,6 @@
 """The link's process, which keeps the records in step with other hosts, as its agent sees it.
 
-Loaded only where the hosts of
-an attempt share no file system; docs/explanation/agent.md says how it works.
+Loaded only where the hosts of an attempt share no file system; docs/explanation/agent.md says how it works.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import time
 
 from orc.launchers.agent.errors import LaunchFailure
 from orc.launchers.agent.network import Port, reachable_addresses, towards
-from orc.launchers.agent.processes import PR_SET_PDEATHSIG, background, prctl
+from orc.launchers.agent.processes import ENDING, PR_SET_PDEATHSIG, background, next_signal, prctl, signal_process
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.agent.records import read_json, remove
-from orc.launchers.agent.signals import ENDING, next_signal, signal_process
 from orc.launchers.agent.state import FAILURE_GRACE_S, FAST_POLL_S, NodeState
 
 TYPE_CHECKING = False
@@ -165,9 +163,7 @@ class Link:
             now = time.monotonic()
             state = self.state()
             if others_go_on and not node.node and now >= node.next_beat:
-                node.write_heartbeat(
-                    node.state
-                )  # its silence would be taken for a cut, which ends what does not hear of its end
+                node.write_heartbeat(node.state)  # silence would be taken for a cut, which ends what still runs
             if node.node:
                 over = bool(state.get("delivered")) and bool(state.get("connected"))
                 over = over or bool(state.get("handed_over"))

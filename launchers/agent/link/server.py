@@ -7,9 +7,8 @@ import os
 import time
 from asyncio.sslproto import SSLProtocol
 
-from orc.launchers.agent.link.channel import VERSION, Channel, PeerDisconnected, tls_context
+from orc.launchers.agent.link.channel import OWN, VERSION, Channel, PeerDisconnected, concerns, may_send, tls_context
 from orc.launchers.agent.link.endpoint import HANDSHAKE_S, LinkEndpoint
-from orc.launchers.agent.link.records import OWN, concerns, may_send
 from orc.launchers.agent.network import interface_of, plain
 
 TYPE_CHECKING = False

@@ -281,7 +281,7 @@ class LocalBackend(Backend):
         if agents == "elsewhere":
             return _seen_from_afar(records, facts_of(records))
         if agents == "gone":
-            from orc.launchers.agent.cleanup import kill_attempt
+            from orc.launchers.agent.processes import kill_attempt
 
             kill_attempt(records.directory)
         return observe(records, alive=agents == "alive", lost="" if agents == "alive" else _lost_reason(records))
@@ -302,7 +302,7 @@ class LocalBackend(Backend):
 
     def cancel(self, handles: Sequence[Handle], grace: timedelta) -> None:
         """Write a request for the agents; where they are gone, end what they have left behind."""
-        from orc.launchers.agent.cleanup import kill_attempt
+        from orc.launchers.agent.processes import kill_attempt
         from orc.launchers.attempts.reader import read_attempts
 
         transport = self._transport
@@ -351,8 +351,8 @@ def _agents(records: AttemptRecords) -> str:
 
 def _signal_agents(records: AttemptRecords, number: signal.Signals) -> bool:
     """Send a signal to the agents that run on this machine; False when there are none."""
+    from orc.launchers.agent.processes import signal_process
     from orc.launchers.agent.procfs import holder_runs
-    from orc.launchers.agent.signals import signal_process
 
     alive = [int(lease["pid"]) for lease in records.leases.values() if holder_runs(lease)]
     for pid in alive:

@@ -27,9 +27,9 @@ from orc.launchers.backends.sagemaker.request import (
 )
 from orc.launchers.backends.sagemaker.settings import Settings, option_of, place_of_option, read_settings
 from orc.launchers.containers.layout import AGENT, RECORDS, ContainerLayout, container_config, source_digest
-from orc.launchers.environments.rendering import environment_of
 from orc.launchers.errors import RenderError
 from orc.launchers.plan import Plan, PlanCommand, PlanFile
+from orc.launchers.spec.clusters import environment_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

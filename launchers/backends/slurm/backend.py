@@ -132,7 +132,7 @@ class SlurmBackend(Backend):
         """Return two files, ``agent.json`` and ``job.sbatch``, and one command: ``sbatch``."""
         from orc.launchers.attempts.agent_config import agent_config, agent_file
         from orc.launchers.backends.slurm.script import SCRIPT_NAME, check_nesting, home_options, render_script, shape
-        from orc.launchers.environments.rendering import environment_of
+        from orc.launchers.spec.clusters import environment_of
 
         options = self._options(job)
         check_nesting(job, options, environment_of(job, self.cluster), str(self.layout.root))
@@ -390,7 +390,7 @@ def _entry(
     plain_step, shell = (*srun, *where, "--unbuffered"), (*srun, *where, "--pty")
     if settings.login is None:
         return NodeEntry(node, f"node {node}", directory, python, plain_step, shell)
-    from orc.launchers.remote.ssh.hosts import ssh_argv
+    from orc.launchers.remote.ssh.routes import ssh_argv
 
     spec, access = settings.login.spec(), settings.access
     # The login node's shell reads what follows its name, word by word.

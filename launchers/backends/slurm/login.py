@@ -28,8 +28,7 @@ def open_transport(cluster: Cluster, settings: SlurmSettings) -> Transport:
         from orc.launchers.remote.transport import LocalTransport
 
         return LocalTransport()
-    from orc.launchers.remote.ssh.pool import ConnectionPool
-    from orc.launchers.remote.ssh.transport import SshTransport
+    from orc.launchers.remote.ssh.transport import ConnectionPool, SshTransport
 
     return SshTransport(settings.login.spec(entry_python(cluster, settings)), ConnectionPool(settings.access))
 

@@ -96,7 +96,7 @@ class SshBackend(Backend):
 
     def check_installed(self) -> None:
         """Raise `BackendUnreachable` where fabric is missing."""
-        from orc.launchers.remote.ssh.pool import check_fabric
+        from orc.launchers.remote.ssh.transport import check_fabric
 
         if self._open_all is None:
             check_fabric()
@@ -298,7 +298,7 @@ class SshBackend(Backend):
 
     def entries(self, handle: Handle) -> list[NodeEntry]:
         """Return OpenSSH command lines, with the options of the cluster."""
-        from orc.launchers.remote.ssh.hosts import ssh_argv
+        from orc.launchers.remote.ssh.routes import ssh_argv
 
         access = self.settings.options.access
         return [

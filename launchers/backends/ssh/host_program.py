@@ -13,10 +13,9 @@ import signal
 import sys
 import time
 
-from orc.launchers.agent.cleanup import kill_attempt
+from orc.launchers.agent.processes import kill_attempt, signal_process
 from orc.launchers.agent.procfs import holder_runs
 from orc.launchers.agent.records import CONFIDENTIAL, NODE_RECORD_BYTES, checked, create_json, read_json, remove
-from orc.launchers.agent.signals import signal_process
 from orc.launchers.attempts.home import at_home
 from orc.launchers.strict_modes import VARIABLE, check, make_private
 

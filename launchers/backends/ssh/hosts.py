@@ -31,7 +31,7 @@ WRITE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0  # far more than a Python start takes, on a host that swaps
 _PROGRAM = Program(
     "backends.ssh.host_program",
-    ("strict_modes", "attempts.home", *(f"agent.{name}" for name in ("procfs", "cleanup", "records", "signals"))),
+    ("strict_modes", "attempts.home", *(f"agent.{name}" for name in ("errors", "procfs", "processes", "records"))),
 )
 
 
@@ -141,8 +141,7 @@ def open_transports(cluster: Cluster) -> dict[str, Transport]:
     They share jump hosts; close each when done. Raises `SpecError` when the cluster's options are wrong.
     """
     from orc.launchers.backends.ssh.settings import read_settings
-    from orc.launchers.remote.ssh.pool import ConnectionPool
-    from orc.launchers.remote.ssh.transport import SshTransport
+    from orc.launchers.remote.ssh.transport import ConnectionPool, SshTransport
 
     settings = read_settings(cluster)
     pool = ConnectionPool(settings.options.access)

@@ -36,7 +36,7 @@ from orc.launchers.spec.options import (
 )
 
 if TYPE_CHECKING:
-    from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec
+    from orc.launchers.remote.ssh.routes import ConnectOptions, HostSpec
     from orc.launchers.spec import JobSpec
     from orc.launchers.spec.clusters import Cluster
     from orc.launchers.spec.source import Document

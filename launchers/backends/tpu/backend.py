@@ -95,7 +95,7 @@ class TpuBackend(Backend):
     def check_installed(self) -> None:
         """Raise `BackendUnreachable` where fabric or the library of Cloud TPU is missing."""
         from orc.launchers.backends.tpu.client import check_library
-        from orc.launchers.remote.ssh.pool import check_fabric
+        from orc.launchers.remote.ssh.transport import check_fabric
 
         check_fabric()
         check_library()

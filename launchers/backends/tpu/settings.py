@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 
 from orc.launchers.backends.tpu import accelerators
 from orc.launchers.errors import SpecError
-from orc.launchers.remote.ssh.hosts import ConnectOptions
 from orc.launchers.remote.ssh.options import DEFAULT_ROOT, JumpHosts, UserName, refuse_home
+from orc.launchers.remote.ssh.routes import ConnectOptions
 from orc.launchers.spec import grammar
 from orc.launchers.spec.grammar import LocatedError
 from orc.launchers.spec.options import (

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import fabric
@@ -17,18 +17,20 @@ import paramiko
 from paramiko.auth_strategy import AuthStrategy
 from paramiko.ssh_exception import IncompatiblePeer
 
-from orc.launchers.errors import BackendUnreachable
+from orc.launchers.errors import BackendUnreachable, HostAccessError, LinkLost
 from orc.launchers.remote.ssh import known_hosts
-from orc.launchers.remote.ssh.config import Route
-from orc.launchers.remote.ssh.errors import HostAccessError, LinkLost
-from orc.launchers.remote.ssh.hosts import ConnectOptions
 from orc.launchers.remote.ssh.login import log_in
+from orc.launchers.remote.ssh.routes import ConnectOptions, Route
 
 _UNSENT = 1 << 17  # bytes that wait in the kernel: a sign of life must not queue behind megabytes on a slow line
 
 
 class ServerBusy(LinkLost):
     """The host closed the connection before it sent anything."""
+
+
+# Fabric's defaults, but that commands do not read from our own input; its files and the SSH configuration are not read.
+_CONFIG = fabric.Config(ssh_config=paramiko.SSHConfig(), lazy=True, overrides={"run": {"in_stream": False}})
 
 
 class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
@@ -41,7 +43,7 @@ class HostConnection(fabric.Connection):  # type: ignore[misc]  # has no types
             route.address,
             user=route.user,
             port=route.port,
-            config=_config(),
+            config=_CONFIG,
             gateway=gateway or route.proxy_command or False,
         )
         self._set(original_host=route.name, route=route, access=access, opening=threading.Lock(), on_close=on_close)
@@ -227,15 +229,6 @@ def _transport(route: Route, limit: float, connection: Any, **options: Any) -> p
     return transport
 
 
-@cache
-def _config() -> fabric.Config:
-    """Return fabric's defaults, but that commands do not read from our own input.
-
-    SSH configuration is read by `config`, fabric's own files are not.
-    """
-    return fabric.Config(ssh_config=paramiko.SSHConfig(), lazy=True, overrides={"run": {"in_stream": False}})
-
-
 def _quiet() -> None:
     """Leave it to the errors that are raised to tell; paramiko would also print them with their tracebacks."""
     import logging
@@ -248,23 +241,17 @@ def _quiet() -> None:
 def _dial(route: Route, timeout_s: float) -> socket.socket:
     try:
         connection = socket.create_connection((route.address, route.port), timeout_s)
-    except socket.gaierror as error:
-        raise BackendUnreachable(
-            f"there is no address for {route.address!r} ({error.strerror})",
-            where=route.name,
-            hint="Set `address:` of the host in clusters.yaml, or HostName in ~/.ssh/config.",
-        ) from error
-    except TimeoutError as error:
-        what, hint = f"it did not answer within {timeout_s:g} s", "Is it up, and does the network let you through?"
-        raise BackendUnreachable(what, where=route.where, hint=hint) from error
-    except ConnectionRefusedError as error:
-        hint = "Is sshd running there, and on that port?"
-        raise BackendUnreachable("it refused the connection", where=route.where, hint=hint) from error
     except OSError as error:
-        hint = "Is it up, and is there a way to it?"
-        raise BackendUnreachable(
-            f"it cannot be reached: {error.strerror or error}", where=route.where, hint=hint
-        ) from error
+        where = route.where
+        what, hint = f"it cannot be reached: {error.strerror or error}", "Is it up, and is there a way to it?"
+        if isinstance(error, socket.gaierror):
+            where, what = route.name, f"there is no address for {route.address!r} ({error.strerror})"
+            hint = "Set `address:` of the host in clusters.yaml, or HostName in ~/.ssh/config."
+        elif isinstance(error, TimeoutError):
+            what, hint = f"it did not answer within {timeout_s:g} s", "Is it up, and does the network let you through?"
+        elif isinstance(error, ConnectionRefusedError):
+            what, hint = "it refused the connection", "Is sshd running there, and on that port?"
+        raise BackendUnreachable(what, where=where, hint=hint) from error
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with suppress(AttributeError, OSError):  # Linux has it
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)

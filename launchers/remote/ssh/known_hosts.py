@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orc.launchers.remote.ssh.errors import HostAccessError
+from orc.launchers.errors import HostAccessError
 from orc.launchers.strict_modes import make_private
 
 if TYPE_CHECKING:
     from paramiko import PKey
 
-    from orc.launchers.remote.ssh.config import Route
+    from orc.launchers.remote.ssh.routes import Route
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orc.launchers.remote.ssh.errors import HostAccessError, LinkLost
+from orc.launchers.errors import HostAccessError, LinkLost
 
 if TYPE_CHECKING:
     from paramiko import PKey, Transport
     from paramiko.agent import AgentKey, AgentSSH
 
-    from orc.launchers.remote.ssh.config import Route
+    from orc.launchers.remote.ssh.routes import Route
 
 _SMALLEST_TRIES = "the host closed the connection after {} keys: set IdentityFile and `IdentitiesOnly yes` for it"
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from orc.launchers.errors import SpecError
-from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec, is_user
+from orc.launchers.remote.ssh.routes import ConnectOptions, HostSpec, is_user
 from orc.launchers.spec import grammar
 from orc.launchers.spec.options import Argument, FrozenModel, Number, PathText, Port, Reader, seconds
 

@@ -1,21 +1,24 @@
-"""`Transport` for a machine that is reached over SSH."""
+"""`Transport` for a machine that is reached over SSH, and the connections to the hosts of one cluster.
+
+Hosts behind a jump host share the connection to it.
+"""
 
 from __future__ import annotations
 
 import errno
+import importlib.util
 import io
 import os
 import tarfile
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.agent.records import RECORD_BYTES
-from orc.launchers.errors import BackendError, BackendUnreachable
-from orc.launchers.remote.ssh.errors import LinkLost, NoSession
-from orc.launchers.remote.ssh.hosts import HostSpec
-from orc.launchers.remote.ssh.pool import ConnectionPool
+from orc.launchers.errors import BackendError, BackendUnreachable, LinkLost, NoSession, SpecError
+from orc.launchers.remote.ssh.routes import Config, ConnectOptions, HostSpec, Route, read_config, resolve
 from orc.launchers.remote.transport import (
     NO_LINKS,
     CommandTimeout,
@@ -28,8 +31,73 @@ from orc.launchers.remote.transport import (
 
 if TYPE_CHECKING:
     from orc.launchers.remote.ssh.connection import HostConnection
-    from orc.launchers.remote.ssh.link import Link
-    from orc.launchers.remote.ssh.process import SshProcess
+    from orc.launchers.remote.ssh.link import Link, SshProcess
+
+_DEEPEST = 8  # jump hosts in a row
+
+
+def check_fabric() -> None:
+    """Raise `BackendUnreachable` where fabric is not installed: another process may have it, so jobs can wait."""
+    if importlib.util.find_spec("fabric") is None:
+        what = "connections over SSH need fabric, which is not installed here"
+        raise BackendUnreachable(what, hint="pip install 'orc-launch[ssh]'")
+
+
+class ConnectionPool:
+    """Makes the connections of one cluster, whose jump hosts it closes when nothing is behind them any more.
+
+    Raises `BackendUnreachable` where fabric is not installed.
+    """
+
+    def __init__(self, access: ConnectOptions) -> None:
+        check_fabric()
+        self.access = access
+        self._lock = threading.RLock()
+        self._gateways: dict[Route, HostConnection] = {}
+        self._connections: list[HostConnection] = []
+
+    def connection(self, spec: HostSpec) -> HostConnection:
+        """Return a connection to a host, which is not open yet. Raises `SpecError`."""
+        with self._lock:
+            return self._connection(resolve(spec, self._config))
+
+    def close_unused(self) -> None:
+        """Close the connections to jump hosts behind which there is none."""
+        with self._lock:
+            unused = [
+                gateway
+                for gateway in self._gateways.values()
+                if gateway.is_connected and not any(c.gateway is gateway and c.is_used for c in self._connections)
+            ]
+        for gateway in unused:
+            gateway.close()  # and with it one that only leads to it
+
+    @cached_property
+    def _config(self) -> Config:
+        return read_config(self.access.config_files())
+
+    def _connection(self, route: Route, behind: tuple[str, ...] = ()) -> HostConnection:
+        """Return a connection to the host of *route*, through which the way to the hosts *behind* it leads."""
+        from orc.launchers.remote.ssh.connection import HostConnection
+
+        names = (*behind, route.name)
+        if route.name in behind or len(names) > _DEEPEST:
+            raise SpecError(
+                f"jump hosts lead in a circle: {' -> '.join(names)}",
+                hint="Look for ProxyJump in ~/.ssh/config, and set `ProxyJump none` for the jump host itself.",
+            )
+        gateway = None
+        if route.jumps:
+            *others, last = route.jumps
+            jump = resolve(last, self._config)
+            jump = replace(jump, jumps=tuple(others), proxy_command=None) if others else jump
+            if jump not in self._gateways:
+                self._gateways[jump] = self._connection(jump, names)
+            gateway = self._gateways[jump]
+        connection = HostConnection(route, self.access, gateway, self.close_unused)
+        self._connections.append(connection)
+        return connection
+
 
 _DISK_S = 60.0  # a file operation that takes longer hangs
 # File operations, each one shell script. Their messages are understood, so they are those of the C locale.
@@ -125,15 +193,16 @@ class SshTransport(Transport):
         self, files: Sequence[WholeFile], directories: Sequence[str] = (), links: Mapping[str, str] = NO_LINKS
     ) -> None:
         """See `Transport.write_many`. One command for a thousand that have no content, and one for a hundred files."""
-        entries = [*map(_directory, directories), *(_link(*link) for link in links.items())]
+        entries = [_entry(path, tarfile.DIRTYPE) for path in directories]
+        entries += [_entry(path, tarfile.SYMTYPE, target=target) for path, target in links.items()]
         for start in range(0, len(entries), _MOST_ENTRIES):
             some = entries[start : start + _MOST_ENTRIES]
-            self._change(f"cannot make {some[0].name} and others", _UNPACK, stdin=_archive((e, b"") for e in some))
+            self._change(f"cannot make {some[0][0].name} and others", _UNPACK, stdin=_archive(some))
         for start in range(0, len(files), _MOST_FILES):
             batch = files[start : start + _MOST_FILES]
             what = f"cannot write {batch[0].path} and {len(batch) - 1} more"
             paths = "".join(f"{file.path}\0" for file in batch).encode()
-            packed = _archive((_entry(file), file.data) for file in batch)
+            packed = _archive(_entry(file.path, mode=file.mode, data=file.data) for file in batch)
             self._change(what, _WRITE_MANY, str(len(paths)), stdin=paths + packed)
 
     def mkdir(self, path: str, *, mode: int = 0o700) -> None:
@@ -176,7 +245,7 @@ class SshTransport(Transport):
 
     def _started(self, argv: Sequence[str], timeout_s: float, *environment: Any, whole: bool = False) -> SshProcess:
         """Return a command that has been started, over a new connection where the one that there was is dead."""
-        from orc.launchers.remote.ssh.process import SshProcess
+        from orc.launchers.remote.ssh.link import SshProcess
 
         while True:
             link, fresh = self._connected()
@@ -249,22 +318,12 @@ def _archive(entries: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
     return packed.getvalue()
 
 
-def _directory(path: str) -> tarfile.TarInfo:
+def _entry(
+    path: str, kind: bytes = tarfile.REGTYPE, *, mode: int = 0o700, data: bytes = b"", target: str = ""
+) -> tuple[tarfile.TarInfo, bytes]:
     entry = tarfile.TarInfo(path)
-    entry.type, entry.mode = tarfile.DIRTYPE, 0o700
-    return entry
-
-
-def _link(path: str, target: str) -> tarfile.TarInfo:
-    entry = tarfile.TarInfo(path)
-    entry.type, entry.linkname = tarfile.SYMTYPE, target
-    return entry
-
-
-def _entry(file: WholeFile) -> tarfile.TarInfo:
-    entry = tarfile.TarInfo(file.path)
-    entry.size, entry.mode = len(file.data), file.mode
-    return entry
+    entry.type, entry.mode, entry.size, entry.linkname = kind, mode, len(data), target
+    return entry, data
 
 
 _ERRORS = {os.strerror(number): number for number in errno.errorcode}

@@ -9,7 +9,7 @@ import yaml
 
 from orc.launchers.accelerate.config_file import read_config
 from orc.launchers.accelerate.convert import Conversion, convert
-from orc.launchers.accelerate.places import NEWEST_IMAGE, STOCK_IMAGE
+from orc.launchers.accelerate.draft import NEWEST_IMAGE, STOCK_IMAGE
 from orc.launchers.backends.sagemaker.images import HUGGINGFACE, Image
 from orc.launchers.errors import SpecError
 from orc.launchers.plan import Plan

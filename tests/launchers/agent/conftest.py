@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from polling import until
 
+from orc.launchers.agent.processes import signal_process
 from orc.launchers.agent.procfs import descendants, is_running, marked_processes
 from orc.launchers.agent.records import read_json
-from orc.launchers.agent.signals import signal_process
 from orc.launchers.attempts.confidential import new_link_token
 from orc.launchers.snapshot.runtime_tree import runtime_files
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -217,16 +215,6 @@ def test_a_cancellation_that_has_ended_the_first_node_already_is_the_reason_on_t
         node.log_fd = log.fileno()
         ending = node.follow_first_node()
     assert (ending["outcome"], ending["exit_status"]) == ("cancelled", 143)
-
-
-def test_outside_of_an_attempt_rsh_says_what_it_is(tmp_path):
-    env = {name: value for name, value in os.environ.items() if not name.startswith("ORC_")}
-    import subprocess
-
-    argv = [sys.executable, "-m", "orc.launchers.agent", "rsh", "host", "true"]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True)
-    assert done.returncode == 77
-    assert "ORC_ATTEMPT_DIR must be set" in done.stderr
 
 
 def test_one_node_needs_no_calls(called):

@@ -18,8 +18,8 @@ from orc.launchers.agent.config import AgentConfig
 from orc.launchers.agent.errors import LaunchFailure
 from orc.launchers.agent.node import Node
 from orc.launchers.agent.procfs import is_running
+from orc.launchers.agent.ranks import address
 from orc.launchers.agent.records import read_json
-from orc.launchers.agent.rendezvous import address
 
 from .conftest import AGENT, IDLE
 
@@ -239,15 +239,6 @@ def test_whoever_is_to_have_a_port_can_listen_on_it_while_it_is_held():
     with socket.create_server(("", port.number)), pytest.raises(OSError, match="in use"):
         socket.create_server(("", port.number))
     port.close()
-
-
-def test_choosing_a_port_touches_no_file(monkeypatch):
-    def refuse(*words, **_):
-        raise AssertionError(f"a file is made: {words}")
-
-    for name in ("mkdir", "open", "makedirs"):
-        monkeypatch.setattr(os, name, refuse)
-    network.Port().close()
 
 
 def test_a_port_that_somebody_listens_on_is_not_chosen():

@@ -12,8 +12,8 @@ import pytest
 from polling import until
 
 from orc.launchers.agent.gpus import gpu_names, own_part
+from orc.launchers.agent.processes import signal_process
 from orc.launchers.agent.procfs import is_running
-from orc.launchers.agent.signals import signal_process
 from orc.launchers.agent.start import Slots
 
 from .conftest import AGENT, TOKEN

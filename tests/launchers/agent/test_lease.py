@@ -30,12 +30,6 @@ def test_of_many_copies_one_runs_and_the_others_say_who_holds_the_lease(attempt)
     assert all(f"held by {winner}" in text for copy, text in zip(copies, said, strict=True) if copy.returncode == 76)
 
 
-def test_the_same_owner_with_the_same_restart_is_a_second_copy(attempt):
-    job = attempt(COUNT)
-    assert [job.run(), job.run()] == [0, 76]
-    assert (job.root / "jobs/job-1/ran").read_text() == "0 "
-
-
 def test_a_later_restart_by_the_same_owner_takes_over_and_keeps_the_earlier_record(attempt):
     job = attempt(AGAIN)
     assert job.run(owner="slurm:7") == 75

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orc.launchers.agent.cleanup import kill_attempt
+from orc.launchers.agent.processes import kill_attempt
 from orc.launchers.agent.records import RECORD_BYTES, parse_object, parse_record, read_json
 from orc.launchers.attempts.reader import read_attempts
 from orc.launchers.backends.slurm.arrays import ArrayElement, elements_of, record_of

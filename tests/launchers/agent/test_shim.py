@@ -68,12 +68,6 @@ def test_the_program_dies_with_the_shim(shim, tmp_path):
     until(lambda: process_start(child) is None)
 
 
-def test_the_rank_of_open_mpi_is_understood(shim, tmp_path):
-    env = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-    assert shim("true", **env).wait(60) == 0
-    assert read_json(str(tmp_path / "node-1/rank-3-r2.json"))["local_rank"] == 1
-
-
 def test_a_rank_of_a_launcher_sees_its_own_of_several_mig_devices(shim, tmp_path):
     shown = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
     env = {"CUDA_VISIBLE_DEVICES": "MIG-b1,MIG-b2", "LOCAL_WORLD_SIZE": "2"}

@@ -1,11 +1,13 @@
-"""The verdict over what several nodes have written."""
+"""The verdict over what several nodes have written, and what must not outlive an attempt."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orc.launchers.attempts.confidential import remove_confidential
 from orc.launchers.attempts.reader import AttemptRecords, log_selectors, read_attempts, read_log
 from orc.launchers.attempts.records import AttemptExit, RankFailure, merge
 from orc.launchers.backends.base import Cause, LogSelector
@@ -204,3 +206,21 @@ def test_errors_of_gpus_on_any_node_are_part_of_the_reason_but_not_of_what_was_a
     cancelled = merge([record(0, "cancelled"), ill], 2)
     assert cancelled is not None
     assert cancelled.reason == "cancelled on 0"
+
+
+def test_secrets_go_with_what_a_killed_writer_has_left_of_them(tmp_path: Path) -> None:
+    names = (
+        "secrets.json",
+        ".secrets.json.0f1e2d.tmp",
+        ".link.json.0f1e2d.tmp",
+        "agent.json",
+        ".agent.json.0f1e2d.tmp",
+    )
+    attempts = [tmp_path / "it's *" / "a1", tmp_path / "job" / "a1", tmp_path / "job" / "none"]
+    for attempt in attempts[:2]:
+        attempt.mkdir(parents=True)
+        for name in names:
+            (attempt / name).touch()
+    remove_confidential(LocalTransport(), [str(attempt) for attempt in attempts])
+    for attempt in attempts[:2]:
+        assert {path.name for path in attempt.iterdir()} == {"agent.json", ".agent.json.0f1e2d.tmp"}

@@ -20,12 +20,9 @@ from orc.launchers.plugins import COMMANDS
 from orc.launchers.spec import JobSpec, load_job
 from orc.launchers.spec.clusters import Cluster
 
+from .conftest import job
+
 KINDS = ["deepspeed", "mpirun", "python", "ray", "torchrun", "xla"]
-
-
-def job(**settings: Any) -> JobSpec:
-    program = {} if {"module", "command"} & set(settings) else {"script": "train.py"}
-    return JobSpec.model_validate({"name": "x", **program, **settings})
 
 
 def config(made: JobSpec, kind: str) -> dict[str, Any]:
@@ -55,23 +52,6 @@ def test_every_placeholder_that_is_used_is_known_to_the_agent() -> None:
 def test_every_command_keeps_the_users_words(kind: str) -> None:
     words = ("a b", "$HOME", "it's", "{python}", "{nnodes}", "--", "")
     assert build_command(job(launcher=kind, args=list(words))).program == ("{python}", "train.py", *words)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_range_of_nodes_is_for_the_cluster_to_settle(kind: str) -> None:
-    build_command(job(launcher=kind, resources={"nodes": "2:4", "procs_per_node": 1 if kind == "ray" else 4}))
-
-
-def test_python_starts_the_program_itself() -> None:
-    command = build_command(job(launcher="python", args=["--lr", "{python}"]))
-    assert (command.spawn, command.launcher, command.env) == ("ranks", (), {})
-    assert command.program == ("{python}", "train.py", "--lr", "{python}")
-
-
-def test_python_has_no_options() -> None:
-    with pytest.raises(RenderError) as caught:
-        build_command(job(launcher={"kind": "python", "options": {"a": 1}}))
-    assert caught.value.what.startswith("launcher python cannot run this job: option a cannot be given")
 
 
 @pytest.mark.parametrize(

@@ -11,24 +11,6 @@ import sys
 import pytest
 
 
-def test_each_node_starts_its_own_launcher_unless_told_otherwise(build) -> None:
-    command = build("deepspeed")
-    assert (command.primary, command.hostfiles) == ("each", {})
-    text = command.launcher[2]
-    assert "deepspeed.launcher.launch" in text
-    assert "--node_rank={node_rank} --master_addr={master_addr} --master_port={master_port}" in text
-    assert "--no_local_rank" in text
-
-
-def test_the_runner_on_node_0_reads_the_host_file_of_the_attempt(build) -> None:
-    command = build("deepspeed", {"launcher": "pdsh", "exclude": "node3"})
-    assert (command.primary, command.hostfiles) == ("first", {"hostfile": "{host} slots={nproc}\n"})
-    words = shlex.split(command.launcher[2])
-    assert "--hostfile=$ORC_ATTEMPT_DIR/hostfile" in words
-    assert "--exclude=node3" in words
-    assert "--launcher=pdsh" in words
-
-
 def test_arguments_of_the_launcher_s_launcher_arrive_as_words(build) -> None:
     text = build("deepspeed", {"launcher": "pdsh", "launcher_args": ["-u", "5 0", "$x"]}).launcher[2]
     argv = ["/bin/sh", "-c", text.replace("exec ", "printf '%s\\n' "), "python", "shim"]

@@ -10,9 +10,16 @@ from golden_plans import GOLDEN, compare
 
 from orc.launchers.commands.base import NodeCommand
 
+C10D = {
+    "rdzv_backend": "c10d",
+    "max_restarts": 3,
+    "monitor_interval": 1,
+    "virtual_local_rank": True,
+    "rdzv_conf": {"join_timeout": 30, "x": "y"},
+}
 LAUNCHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "torchrun": ("torchrun", {}),
-    "torchrun-c10d": ("torchrun", {"rdzv_backend": "c10d", "max_restarts": 3, "monitor_interval": 1}),
+    "torchrun-c10d": ("torchrun", C10D),
     "mpirun": ("mpirun", {}),
     "mpirun-openmpi": (
         "mpirun",

@@ -11,16 +11,6 @@ def start(command, role: str) -> str:
     return next(line for line in service.argv[2].splitlines() if "scripts start" in line)
 
 
-def test_node_0_has_the_head_and_the_driver_and_the_others_a_worker_each(build) -> None:
-    command = build("ray", resources={"nodes": 3})
-    assert (command.spawn, command.primary, command.program) == ("ranks", "first", ("{python}", "train.py"))
-    assert [(each.role, each.nodes) for each in command.services] == [("Ray head", "first"), ("Ray worker", "others")]
-    assert "--head --port={master_port}" in start(command, "Ray head")
-    assert "--include-dashboard=false" in start(command, "Ray head")
-    assert "--address={master_addr}:{master_port}" in start(command, "Ray worker")
-    assert command.rank_env == {"RAY_ADDRESS": ("{master_addr}:{master_port}",)}
-
-
 def test_the_token_is_in_the_environment_and_on_no_command_line(build) -> None:
     command = build("ray")
     assert command.env["RAY_AUTH_TOKEN"] == "{service_token}"

@@ -11,14 +11,6 @@ POD = {"nodes": 2, "procs_per_node": 4}
 OFF = {"metadata": "variables", "accelerator_type": "v4-16", "topology": "2x2x2"}
 
 
-def test_the_agent_starts_one_process_for_each_chip(build) -> None:
-    command = build("xla", args={"lr": 0.1}, resources=POD)
-    assert (command.spawn, command.launcher, command.only_on) == ("ranks", (), ())
-    assert command.program == ("{python}", "train.py", "--lr", "0.1")
-    assert command.env["PJRT_DEVICE"] == "TPU"
-    assert command.rank_env == {"PJRT_LOCAL_PROCESS_RANK": ("0", "1", "2", "3")}
-
-
 def test_each_process_calls_the_named_function_of_the_script(build, tmp_path) -> None:
     script = tmp_path / "with two.py"
     script.write_text(
@@ -39,11 +31,6 @@ def test_processes_meet_as_those_of_torchrun_do_which_is_what_torch_xla_looks_fo
     assert build("xla", resources=POD).env["TORCHELASTIC_RUN_ID"] == "{rdzv_id}"
     assert "TORCHELASTIC_RUN_ID" not in build("xla").env  # alone there is nobody to meet
     assert "TORCHELASTIC_RUN_ID" not in build("xla", {"processes": "host"}, resources={"nodes": 2}).env
-
-
-def test_where_there_is_a_metadata_server_it_says_what_the_tpu_is(build) -> None:
-    command = build("xla", resources=POD)
-    assert [name for name in {**command.env, **command.host_env, **command.rank_env} if name.startswith("TPU")] == []
 
 
 def test_a_single_process_takes_one_chip_of_a_machine(build) -> None:

@@ -14,9 +14,15 @@ import torch
 from orc.launchers.errors import BackendError
 from orc.launchers.hosts import all_reduce, diagnostics
 from orc.launchers.hosts.all_reduce import HostSpeed
-from orc.launchers.hosts.all_reduce_probe import multiply, partner, places, reduce_together
+from orc.launchers.hosts.all_reduce_probe import (
+    between_gpus,
+    multiply,
+    partner,
+    places,
+    reduce_together,
+    to_other_hosts,
+)
 from orc.launchers.hosts.diagnostics import BlockedConnection, failed_hosts, find_blocked_pairs, peers_of
-from orc.launchers.hosts.promised_speed import between_gpus, to_other_hosts
 from orc.launchers.remote.programs import Program, source
 from orc.launchers.remote.transport import LocalTransport, Process
 

@@ -16,6 +16,7 @@ from orc.launchers import agent
 from orc.launchers.backends.base import Handle, NodeEntry, SupportsExec
 from orc.launchers.backends.local.backend import LocalBackend
 from orc.launchers.backends.ssh.backend import SshBackend
+from orc.launchers.hosts.session_probe import device_memory
 from orc.launchers.hosts.sessions import on_node
 from orc.launchers.spec.clusters import Cluster, builtin_local
 
@@ -119,3 +120,9 @@ def test_a_program_ends_when_nobody_listens_any_more(tmp_path: Path) -> None:
         assert process.wait(timeout=30) == 128 + signal.SIGKILL  # it would not listen to SIGHUP
     done = subprocess.run(on_node(entry, ["sh", "-c", "exit 9"]), stdout=subprocess.PIPE, check=False)
     assert done.returncode == 9
+
+
+def test_the_memory_of_a_gpu_is_what_its_rank_has_told_of_in_numbers(tmp_path: Path) -> None:
+    (tmp_path / "device-3.json").write_text('{"name": "L4", "memory_allocated": 3, "memory_reserved": "much"}')
+    assert device_memory(str(tmp_path), "3") == {"memory_allocated": 3}
+    assert device_memory(str(tmp_path), "4") == device_memory(str(tmp_path), "") == {}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
-import tarfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,9 +18,8 @@ from typing import Any
 import pytest
 
 from orc.launchers.backends.ssh.hosts import open_transports
-from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError
-from orc.launchers.remote.ssh.errors import LinkLost
-from orc.launchers.remote.ssh.transport import _MOST_FILES, _READ, _READ_MANY, SshTransport
+from orc.launchers.errors import BackendError, BackendUnreachable, LaunchError, LinkLost
+from orc.launchers.remote.ssh.transport import _MOST_FILES, SshTransport
 from orc.launchers.remote.transport import CommandTimeout, LocalTransport, Transport, WholeFile
 
 
@@ -418,12 +415,6 @@ def test_files_are_read_by_range(there: There) -> None:
         there.transport.read("/proc/self/mem", limit=10)
 
 
-def test_large_files_are_written_and_read(there: There) -> None:
-    data = os.urandom(5_000_000)
-    there.transport.write(there.path("large"), data)
-    assert there.transport.read(there.path("large")) == data
-
-
 def test_many_files_are_read_and_those_that_are_missing_are_left_out(there: There) -> None:
     there.transport.write(there.path("a"), b"1")
     there.transport.write(there.path("c"), b"")
@@ -433,6 +424,7 @@ def test_many_files_are_read_and_those_that_are_missing_are_left_out(there: Ther
     assert there.transport.read_many([]) == {}
 
 
+@AND_BY_SCRIPTS
 def test_a_file_is_read_up_to_a_size_and_nothing_that_is_no_file(there: There) -> None:
     there.transport.write(there.path("a"), b"1234")
     there.shell(f"cd {there.directory} && truncate -s 5 five && mkfifo fifo && ln -s /dev/zero zero && ln -s loop loop")
@@ -441,22 +433,6 @@ def test_a_file_is_read_up_to_a_size_and_nothing_that_is_no_file(there: There) -
     for name in ("fifo", "zero"):
         with pytest.raises(FileNotFoundError):
             there.transport.read(there.path(name))
-
-
-def test_the_script_for_many_files_asks_a_host_for_files_of_a_size_alone(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("1234")
-    (tmp_path / "five").write_text("12345")
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    wanted = "".join(f"{tmp_path / name}\0" for name in ("five", "fifo", "zero", "a", "none", "a/x")).encode()
-    done = subprocess.run(("/bin/sh", "-c", _READ_MANY, "orc", "5"), input=wanted, capture_output=True, check=False)
-    assert done.returncode == 2  # with the reasons of those that are not there
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-        assert archive.getnames() == [str(tmp_path / "a")]
-    done = subprocess.run(
-        ("/bin/sh", "-c", _READ, "orc", str(tmp_path / "fifo"), "0"), capture_output=True, check=False
-    )
-    assert (done.returncode, done.stderr.decode()) == (1, f"{tmp_path / 'fifo'}: No such file or directory\n")
 
 
 def test_names_are_sorted_and_empty_where_there_is_no_directory(there: There) -> None:

@@ -9,7 +9,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -343,16 +342,6 @@ def test_a_store_that_is_no_directory_is_named(tree: Path, tmp_path: Path) -> No
     with pytest.raises(BundleError, match="cannot store the snapshot") as caught:
         ContentStore(tmp_path / "state/store").snapshot(tree)
     assert str(tmp_path / "state") in caught.value.where
-
-
-def test_leftovers_of_killed_writers_are_swept_after_a_day(tree: Path, store: ContentStore) -> None:
-    for name, age in (("old", 25 * 3600), ("young", 3600)):
-        directory = store.root / "tmp" / name
-        (directory / "objects").mkdir(parents=True)
-        (directory / "objects/content").touch()
-        os.utime(directory, (time.time() - age,) * 2)
-    store.snapshot(tree)
-    assert os.listdir(store.root / "tmp") == ["young"]
 
 
 def test_an_interrupted_writer_cleans_up(tree: Path, store: ContentStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from orc.launchers.errors import BundleError
 from orc.launchers.snapshot import gc, presence
 from orc.launchers.snapshot.content_store import ContentStore
-from orc.launchers.snapshot.gc import GcReport, GcRequest, collect, doomed
+from orc.launchers.snapshot.gc import GcReport, GcRequest, collect
 from orc.launchers.snapshot.manifest import SYMLINK
 from orc.launchers.snapshot.scan import Bundle
 
@@ -274,7 +274,3 @@ def test_working_copies_of_ended_jobs_go_only_when_asked_for(root: Path, code: B
     assert (root / "jobs/ended-k3f9a2/work").exists() != gone
     assert (root / "jobs/ended-k3f9a2/checkpoints").exists()
     assert (root / "jobs/running-k3f9a2/work/train.py").exists()
-
-
-def test_what_is_doomed_is_old_and_of_no_use() -> None:
-    assert doomed({"a": 1.0, "b": 5.0, "c": 1.0}, {"c"}, before=3.0) == ["a"]

@@ -125,11 +125,6 @@ def test_a_tampered_manifest_is_refused(damage: Any) -> None:
         Bundle.from_dict(manifest)
 
 
-def test_a_manifest_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(BundleError, match="manifest"):
-        Bundle.from_dict(["not", "a", "manifest"])  # type: ignore[arg-type]
-
-
 def test_sizes_are_warned_about_from_100_mb_in_all_or_50_mb_in_one() -> None:
     mb = 1000**2
     assert not size_findings(Bundle.of([entry("a", size=50 * mb), entry("b", size=50 * mb)]))

@@ -46,11 +46,6 @@ def test_what_a_killed_writer_left_goes_with_the_next_one(store: TreeStore) -> N
     assert left(store) == []
 
 
-def test_sweeping_a_store_that_does_not_exist_is_fine(store: TreeStore) -> None:
-    store.sweep()
-    assert not store.root.exists()
-
-
 def test_the_work_of_a_living_writer_stays(store: TreeStore) -> None:
     with store.staging("first") as first, store.staging("second"):
         assert left(store) == ["first", "second"]

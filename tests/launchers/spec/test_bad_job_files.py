@@ -35,10 +35,6 @@ WRONG = {
         "environment: {kind: venv}",
         "job.yaml:3:15: environment: unknown key 'kind'; known are venv, conda, copy, container, none",
     ),
-    "key of another section": (
-        "nodes: 2",
-        "job.yaml:3:1: unknown key 'nodes', did you mean resources.nodes?",
-    ),
     "abbreviated key of another section": (
         "gpus: 2",
         "job.yaml:3:1: unknown key 'gpus', did you mean 'resources.gpus_per_node'?",
@@ -51,16 +47,8 @@ WRONG = {
         "checkpoint: {xyzzy: 1}",
         "job.yaml:3:14: checkpoint: unknown key 'xyzzy'; known are dir, every, keep, resume",
     ),
-    "more nodes than have a name": (
-        "resources:\n  nodes: 99999999999999999999999999",
-        "job.yaml:4:10: resources.nodes: more nodes than any cluster has",
-    ),
     "a grid of nothing": ("sweep: {grid: {}}", "job.yaml:3:15: sweep.grid: must not be empty"),
     "zero nodes": ("resources:\n  nodes: 0", "job.yaml:4:10: resources.nodes: a job needs at least 1 node, not 0"),
-    "negative nodes": (
-        "resources:\n  nodes: -2",
-        "job.yaml:4:10: resources.nodes: a job needs at least 1 node, not -2",
-    ),
     "inverted node range": (
         "resources:\n  nodes: 4:2",
         "job.yaml:4:10: resources.nodes: the smallest number of nodes, 4, exceeds the largest, 2",
@@ -77,32 +65,19 @@ WRONG = {
         "resources:\n  procs_per_node: 1.5",
         "job.yaml:4:19: resources.procs_per_node: expected a whole number, not 1.5",
     ),
-    "truth for a number": (
-        "resources:\n  procs_per_node: true",
-        "job.yaml:4:19: resources.procs_per_node: expected a whole number, not true",
-    ),
     "more processes than any machine has": (
         "resources:\n  procs_per_node: 1000000",
         "job.yaml:4:19: resources.procs_per_node: must be at most 4096, not 1000000",
     ),
-    "negative GPUs": (
-        "resources:\n  gpus_per_node: -1",
-        "job.yaml:4:18: resources.gpus_per_node: must be at least 0, not -1",
-    ),
     "memory without unit": (
         "resources: {memory: 16}",
         "job.yaml:3:21: resources.memory: 16 has no unit; write for example 16G or 512M",
-    ),
-    "memory in a strange unit": (
-        "resources: {memory: 16 apples}",
-        "job.yaml:3:21: resources.memory: '16 apples' is not a memory size; write for example 16G or 512M",
     ),
     "ambiguous time": (
         "resources: {time: 1:30}",
         "job.yaml:3:19: resources.time: '1:30' may mean hours:minutes or minutes:seconds; write 1:30:00 or use units"
         " such as 90m",
     ),
-    "no time": ("resources: {time: 0}", "job.yaml:3:19: resources.time: a time limit is at least one second"),
     "time in words": (
         "resources: {time: soon}",
         "job.yaml:3:19: resources.time: 'soon' is not a duration; write seconds, units such as 90m, 2h, 1h30m, or"
@@ -117,7 +92,6 @@ WRONG = {
         "job.yaml:3:12: resources: expected a mapping of keys and values, not 'many'",
     ),
     "list in the environment": ("env:\n  A: [1, 2]", "job.yaml:4:6: env.A: expected one value, not a list"),
-    "mapping in the environment": ("env:\n  A: {b: 1}", "job.yaml:4:6: env.A: expected one value, not a mapping"),
     "empty environment value": (
         "env:\n  A:",
         'job.yaml:4:5: env.A: has no value; write "" for an empty text',
@@ -140,8 +114,6 @@ WRONG = {
         "secrets: {TOKEN: x}",
         "job.yaml:3:10: secrets: expected a list, not a mapping",
     ),
-    "tag with a list": ("tags: {team: [a]}", "job.yaml:3:14: tags.team: expected one value, not a list"),
-    "nested argument": ("args:\n  lr: {a: 1}", "job.yaml:4:7: args.lr: expected one value, not a mapping"),
     "nested argument in a list": ("args: [--lr, [1]]", "job.yaml:3:14: args[1]: expected one value, not a list"),
     "arguments as one text": (
         "args: --lr 0.1",
@@ -173,15 +145,6 @@ WRONG = {
         "runtime:\n  parallelism: {tp_sise: 2}",
         "job.yaml:4:16: runtime.parallelism: parallelism: unknown key 'tp_sise', did you mean 'tp_size'?",
     ),
-    "a back end of fp8 that there is not": (
-        "runtime:\n  mixed_precision: fp8\n  fp8: {backend: tee}",
-        "job.yaml:5:8: runtime.fp8: fp8: backend: 'tee': expected one of te, msamp, ao, did you mean 'te'?",
-    ),
-    "a level of fp8 that is not offered": (
-        "runtime:\n  mixed_precision: fp8\n  fp8: {backend: msamp, opt_level: O3}",
-        "job.yaml:5:8: runtime.fp8: fp8: opt_level: 'O3': O3 needs DeepSpeed 0.9.2 or older and is not offered; choose "
-        "O1 or O2",
-    ),
     "settings of two back ends of fp8": (
         "runtime:\n  mixed_precision: fp8\n  fp8: {backend: te, opt_level: O1}",
         "job.yaml:5:8: runtime.fp8: fp8: opt_level belongs to the back end msamp, and te is chosen",
@@ -203,9 +166,7 @@ WRONG = {
         "job.yaml:3:21: retry.on[1]: expected 'crash', 'node_failure', 'preempted' or 'timeout', not 'preemption', did"
         " you mean 'preempted'?",
     ),
-    "no attempt at all": ("retry: {max_attempts: 0}", "job.yaml:3:23: retry.max_attempts: must be at least 1, not 0"),
     "negative grace": ("grace: -1", "job.yaml:3:8: grace: expected a duration between 0 and 10 years"),
-    "infinite grace": ("grace: .inf", "job.yaml:3:8: grace: expected a duration between 0 and 10 years"),
     "missing workdir": ("workdir: src", "job.yaml:3:10: workdir: {cwd}/src does not exist"),
     "workdir that is a file": (
         "workdir: {path: train.py}",
@@ -217,14 +178,6 @@ WRONG = {
         "job.yaml:3:10: workdir.path: must not be empty; the directory of the job file is .",
     ),
     "mapping of setup lines": ("setup: {a: 1}", "job.yaml:3:8: setup: expected shell lines: one text or a list"),
-    "too many attempts": (
-        "retry: {max_attempts: 1001}",
-        "job.yaml:3:23: retry.max_attempts: must be at most 1000, not 1001",
-    ),
-    "truth for a choice": (
-        "checkpoint: {resume: true}",
-        "job.yaml:3:22: checkpoint.resume: expected 'auto' or 'never', not true",
-    ),
     "nothing for a number": (
         "resources: {gpus_per_node: ~}",
         "job.yaml:3:28: resources.gpus_per_node: expected a whole number, not empty (null)",
@@ -258,10 +211,6 @@ WRONG_PROGRAM = {
         "name: x\nscript: trian.py",
         "job.yaml:2:9: script: there is no file 'trian.py' in {cwd}, did you mean 'train.py'?",
     ),
-    "script in a directory that is not there": (
-        "name: x\nscript: src/train.py",
-        "job.yaml:2:9: script: there is no file 'src/train.py' in {cwd}",
-    ),
     "script that is a directory": (
         "name: x\nscript: .",
         "job.yaml:2:9: script: '.' is a directory, not a file",
@@ -274,7 +223,6 @@ WRONG_PROGRAM = {
         "name: x\nscript: a/../../train.py",
         "job.yaml:2:9: script: 'a/../../train.py' lies outside the workdir: only the workdir travels to the nodes",
     ),
-    "empty script": ('name: x\nscript: ""', "job.yaml:2:9: script: must not be empty"),
     "file as module": (
         "name: x\nmodule: train.py/x",
         "job.yaml:2:9: module: 'train.py/x' is not the name of a Python module; for a file use `script:`",
@@ -289,7 +237,6 @@ WRONG_PROGRAM = {
         "job.yaml:2:10: command: starts torchrun inside torchrun, which starts the ranks already; give `script`, or"
         " `launcher: python`",
     ),
-    "blank command": ("name: x\ncommand: ' '", "job.yaml:2:10: command: must not be empty"),
     "empty command": ("name: x\ncommand: []", "job.yaml:2:10: command: expected a program and its arguments"),
     "list in a command": ("name: x\ncommand: [a, [b]]", "job.yaml:2:14: command[1]: expected one value, not a list"),
     "number as command": (
@@ -308,9 +255,7 @@ def test_says_what_is_wrong_with_the_program(case: str, job_files, complaint: Ca
 # (the bytes of the file, the whole complaint)
 NO_YAML = {
     "empty": (b"", "job.yaml: the file is empty\n  a mapping of keys and values is expected"),
-    "comments only": (b"# nothing\n", "job.yaml: the file is empty\n  a mapping of keys and values is expected"),
     "a list": (b"\n- a\n", "job.yaml:2:1: expected a mapping of keys and values at the top of the file"),
-    "a text": (b"hello", "job.yaml:1:1: expected a mapping of keys and values at the top of the file"),
     "open bracket": (
         b"name: x\nargs: [1, 2\nscript: y\n",
         "job.yaml:3:7: not valid YAML: while parsing a flow sequence, did not find expected ',' or ']'",
@@ -348,17 +293,12 @@ NO_YAML = {
         b"name: x\nscript: a\nname: y\n",
         "job.yaml:3:1: duplicate key 'name'\n  it is first given at job.yaml:1:1",
     ),
-    "duplicate key in a section": (
-        b"env:\n  A: 1\n  A: 2\n",
-        "job.yaml:3:3: duplicate key 'A'\n  it is first given at job.yaml:2:3",
-    ),
     "list as key": (b"? [a]\n: b\n", "job.yaml:1:3: a key must be a plain text"),
     "merge of a text": (b"<<: a\n", "job.yaml:1:5: << merges mappings only"),
     "python tag": (
         b"name: !!python/object/apply:os.system [ls]\n",
         "job.yaml:1:7: the tag !!python/object/apply:os.system is not supported",
     ),
-    "own tag": (b"name: !env HOME\n", "job.yaml:1:7: the tag !env is not supported"),
     "wrong tag": (b"grace: !!int soon\n", "job.yaml:1:8: 'soon' is not a value of type int"),
     "endless number": (b"grace: " + b"9" * 5000, "job.yaml:1:8: '" + "9" * 40 + "' is not a value of type int"),
     "binary": (b"\x7fELF\x00\x01", "job.yaml: this is a binary file, not a job file"),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from orc.launchers.spec import JobSpec
-from orc.launchers.spec.clusters import load_clusters
-from orc.launchers.spec.environment import Environment, chosen
+from orc.launchers.spec.clusters import environment_of, load_clusters
+from orc.launchers.spec.environment import Environment
 
 JOB = "name: x\nscript: train.py\n"
 
@@ -87,9 +87,9 @@ def test_what_is_wrong_is_said_with_its_place(text: str, complaint: str, job_fil
 def test_the_jobs_word_goes_over_the_clusters(job_files: Any, tmp_path: Path) -> None:
     file = tmp_path / "clusters.yaml"
     file.write_text("lab: {kind: slurm, environment: {venv: {requirements: /shared/r.txt, python: 3.10}}}\n")
-    cluster = load_clusters(file)["lab"].environment
-    assert cluster.venv is not None
-    assert cluster.venv.python == "3.10"
-    silent, none, copy = job_files.load(JOB).spec, environment(job_files, "none"), environment(job_files, "copy")
-    assert chosen(silent.environment, cluster) is cluster
-    assert (chosen(none, cluster).kind, chosen(copy, cluster).kind) == ("none", "copy")
+    cluster = load_clusters(file)["lab"]
+    assert cluster.environment.venv is not None
+    assert cluster.environment.venv.python == "3.10"
+    silent, none, copy = (job_files.load(f"{JOB}{own}").spec for own in ("", "environment: none", "environment: copy"))
+    assert environment_of(silent, cluster) is cluster.environment
+    assert (environment_of(none, cluster).kind, environment_of(copy, cluster).kind) == ("none", "copy")

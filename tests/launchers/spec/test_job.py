@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from orc.launchers.ids import JOB_ID, new_job_id
 from orc.launchers.spec import JobSpec, Launcher, Resources, load_job
@@ -131,28 +131,11 @@ def test_models_are_frozen() -> None:
         job.resources.nodes = 2  # type: ignore[misc]
 
 
-def test_the_constructor_validates_like_pydantic() -> None:
-    with pytest.raises(ValidationError) as caught:
-        JobSpec(name="x", script="a.py", resources={"nodez": 1})  # type: ignore[arg-type]
-    assert caught.value.errors()[0]["loc"] == ("resources", "nodez")
-
-
 @pytest.mark.parametrize("text", ["a\0b", "\udcff"])
 def test_text_that_no_process_could_be_given_is_refused(text: str) -> None:
     for settings in ({"env": {"A": text}}, {"args": [text]}, {"args": {"a": text}}, {"tags": {"a": text}}):
         with pytest.raises(ValidationError, match=r"NUL|UTF-8"):
             JobSpec.model_validate({"name": "x", "script": "a.py", **settings})
-
-
-def test_a_job_is_a_pydantic_type() -> None:
-    class Request(BaseModel):
-        job: JobSpec
-
-    job = Request.model_validate({"job": {"name": "x", "script": "a.py", "resources": {"nodes": 2}}}).job
-    assert job == JobSpec(name="x", script="a.py", resources=Resources(nodes=2))
-    assert TypeAdapter(JobSpec).validate_python(job) is job
-    with pytest.raises(ValidationError):
-        Request.model_validate({"job": {"name": "x"}})
 
 
 def test_copies_are_checked_and_equal() -> None:
@@ -163,12 +146,6 @@ def test_copies_are_checked_and_equal() -> None:
     assert changed != job
     with pytest.raises(ValidationError):
         job.model_copy(update={"nme": "y"})
-
-
-def test_defaults_can_be_left_out_of_a_dump() -> None:
-    job = JobSpec(name="x", script="a.py", resources=Resources(nodes=2))
-    assert job.model_dump(exclude_defaults=True) == {"name": "x", "script": "a.py", "resources": {"nodes": 2}}
-    assert set(job.model_dump()) == set(JobSpec.model_fields)
 
 
 def test_the_json_schema_describes_every_key() -> None:

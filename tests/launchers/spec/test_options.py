@@ -6,7 +6,6 @@ import re
 from typing import Annotated, Any
 
 import pytest
-from pydantic import ValidationError
 
 from orc.launchers.spec.options import (
     Flag,
@@ -95,15 +94,6 @@ class Options(FrozenModel):
 def test_a_bare_text_stands_for_the_model_that_has_a_short_form() -> None:
     assert Options.model_validate({"disks": "a"}).disks == (Disk(name="a"),)
     assert Options.model_validate({"disks": ["a", {"name": "b", "size": 2}]}).disks[1].size == 2
-
-
-def test_a_copy_is_checked() -> None:
-    options = Options(wait=7)
-    assert options.model_copy(update={"on": True}) == Options(wait=7, on=True)
-    with pytest.raises(ValidationError):
-        options.model_copy(update={"wait": 0})
-    with pytest.raises(ValidationError):
-        options.model_copy(update={"wiat": 2})
 
 
 def test_sections_are_found_by_their_path_in_lists_too() -> None:

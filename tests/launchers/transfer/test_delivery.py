@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -17,10 +18,10 @@ from polling import until
 from orc.launchers.errors import BackendError, BackendUnreachable, BundleError
 from orc.launchers.remote import programs
 from orc.launchers.snapshot.content_store import ContentStore
+from orc.launchers.snapshot.manifest import EXECUTABLE, FILE, Bundle, Entry
 from orc.launchers.snapshot.runtime_tree import runtime_bundle
-from orc.launchers.snapshot.scan import Bundle
 from orc.launchers.transfer import delivery
-from orc.launchers.transfer.delivery import SyncReport, raise_first, sync
+from orc.launchers.transfer.delivery import SyncReport, compare, lacking, raise_first, sync
 from orc.launchers.transfer.wire import pack_manifests, send_contents
 
 from .conftest import Host, state_of, targets
@@ -437,3 +438,35 @@ def test_ctrl_c_ends_the_programs_on_all_hosts(code: Bundle, store: ContentStore
         with pytest.raises(KeyboardInterrupt):
             sync([code], store, targets(hosts), on_progress=interrupt)
     until(lambda: all(process._popen.poll() is not None for process in processes))
+
+
+# --- how two snapshots differ ----------------------------------------------------------------------------------------
+
+
+def file(path: str, text: str, mode: int = FILE) -> Entry:
+    return Entry(path, mode, hashlib.sha256(text.encode()).hexdigest(), len(text))
+
+
+OLD = Bundle.of([file("a", "1"), file("b", "2"), file("c", "3"), Entry.link("l", "a"), file("same", "s")])
+NEW = Bundle.of(
+    [file("a", "changed"), file("b", "2", EXECUTABLE), file("d", "3"), Entry.link("l", "b"), file("same", "s")]
+)
+
+
+def test_contents_modes_and_targets_count_as_changes() -> None:
+    found = compare(OLD, NEW)
+    assert [entry.path for entry in found.new] == ["d"]
+    assert [entry.path for entry in found.changed] == ["a", "b", "l"]
+    assert [entry.path for entry in found.removed] == ["c"]
+    assert found.unchanged == 1
+
+
+def test_without_an_earlier_snapshot_everything_is_new() -> None:
+    found = compare(None, NEW)
+    assert (len(found.new), found.unchanged) == (5, 0)
+
+
+def test_a_file_is_lacking_when_its_content_is() -> None:
+    missing = {hashlib.sha256(b"changed").hexdigest()}
+    assert [entry.path for entry in lacking(NEW, missing)] == ["a"]
+    assert lacking(NEW, ()) == []

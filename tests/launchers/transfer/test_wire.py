@@ -1,7 +1,8 @@
-"""What goes over the line: messages, streams that may hold nothing but contents, compression."""
+"""What goes over the line: messages, streams that may hold nothing but contents, compression, and the programs."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import io
 import os
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from orc.launchers.agent.messages import encode_message
+from orc.launchers.remote.programs import full_name, source
 from orc.launchers.transfer import wire
+from orc.launchers.transfer.delivery import PRESENCE, RECEIVER
+from orc.launchers.transfer.targets import COLLECTOR
 from orc.launchers.transfer.wire import (
     MAGIC,
     ByteSource,
@@ -153,3 +157,19 @@ def test_only_what_gets_much_smaller_is_compressed(tmp_path: Path) -> None:
     assert not is_compressible([noise])
     assert not is_compressible([text, noise, content(tmp_path, os.urandom(16_000))])
     assert not is_compressible([])
+
+
+PROGRAMS = [(each.module, *each.others) for each in (PRESENCE, RECEIVER, COLLECTOR)]
+
+
+@pytest.mark.parametrize("modules", PROGRAMS)
+def test_nothing_is_missing_on_the_way(modules: tuple[str, ...]) -> None:
+    for name in modules:
+        for node in ast.walk(ast.parse(source(name))):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("orc."):
+                assert str(node.module) in map(full_name, modules)
+
+
+def test_the_program_is_small() -> None:
+    """It goes to every host with every sync."""
+    assert len(RECEIVER.packed) < 20_000

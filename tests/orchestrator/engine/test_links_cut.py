@@ -17,8 +17,7 @@ from polling import polls
 from orc.launchers.agent.procfs import marked_processes
 from orc.launchers.backends.base import LogSelector
 from orc.launchers.backends.ssh import SshBackend
-from orc.launchers.errors import BackendUnreachable
-from orc.launchers.remote.ssh.errors import LinkLost
+from orc.launchers.errors import BackendUnreachable, LinkLost
 from orc.launchers.remote.transport import Completed, LocalProcess, LocalTransport
 from orc.launchers.spec import LoadedJob
 from orc.launchers.spec.clusters import Cluster

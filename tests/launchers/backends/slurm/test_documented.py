@@ -9,7 +9,7 @@ import pytest
 
 from orc.launchers.backends.slurm.options import SlurmOptions, SlurmSettings, read_options, read_settings
 from orc.launchers.backends.slurm.script import components
-from orc.launchers.remote.ssh.hosts import HostSpec
+from orc.launchers.remote.ssh.routes import HostSpec
 from orc.launchers.spec import JobSpec
 
 DOCS = Path(__file__).parents[4] / "docs"

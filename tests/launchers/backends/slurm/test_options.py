@@ -9,7 +9,7 @@ import pytest
 from orc.launchers.backends.slurm import SlurmBackend
 from orc.launchers.backends.slurm.options import read_options, read_settings
 from orc.launchers.errors import SpecError
-from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec
+from orc.launchers.remote.ssh.routes import ConnectOptions, HostSpec
 from orc.launchers.spec.clusters import Account, Cluster
 
 

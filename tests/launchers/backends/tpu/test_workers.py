@@ -12,8 +12,7 @@ from orc.launchers.backends.tpu.settings import read_settings
 from orc.launchers.backends.tpu.workers import Worker, known_hosts, open_workers, ssh_config, workers_of
 from orc.launchers.errors import BackendUnreachable
 from orc.launchers.remote.ssh import known_hosts as trusted
-from orc.launchers.remote.ssh.config import read_config, resolve
-from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec, ssh_argv
+from orc.launchers.remote.ssh.routes import ConnectOptions, HostSpec, read_config, resolve, ssh_argv
 from orc.launchers.spec.clusters import Cluster
 
 Make = Callable[..., Cluster]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orc.launchers.remote.ssh.process import any_shell, command_line, marks
+from orc.launchers.remote.ssh.command import any_shell, command_line, marks
 
 WORDS = ("a b", "", "$HOME", "`id`", "'\"", "a\nb\n", "!!", "*", "\\", "\\n", "-n;", "ünïcode", "%s", "~")
 

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from orc.launchers import connections
-from orc.launchers.errors import SpecError
-from orc.launchers.remote.ssh.errors import HostAccessError
+from orc.launchers.errors import HostAccessError, SpecError
 
 
 @pytest.fixture

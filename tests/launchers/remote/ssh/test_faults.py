@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from hosts_testbed import eventually
 
-from orc.launchers.errors import BackendUnreachable
-from orc.launchers.remote.ssh.errors import LinkLost
+from orc.launchers.errors import BackendUnreachable, LinkLost
 from orc.launchers.remote.transport import CommandTimeout, Transport
 
 Reach = Callable[..., Transport]

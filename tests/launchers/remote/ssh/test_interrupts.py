@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from orc.launchers.remote.ssh.process import InterruptsWait
+from orc.launchers.remote.ssh.link import InterruptsWait
 
 
 def test_an_interrupt_within_a_call_is_raised_after_it():

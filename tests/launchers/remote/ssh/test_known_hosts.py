@@ -10,9 +10,9 @@ from pathlib import Path
 import paramiko
 import pytest
 
+from orc.launchers.errors import HostAccessError
 from orc.launchers.remote.ssh import known_hosts
-from orc.launchers.remote.ssh.config import Route
-from orc.launchers.remote.ssh.errors import HostAccessError
+from orc.launchers.remote.ssh.routes import Route
 
 KEY = paramiko.ECDSAKey.generate()
 OTHER = paramiko.ECDSAKey.generate()

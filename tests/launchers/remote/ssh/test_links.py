@@ -17,8 +17,7 @@ import pytest
 from hosts_testbed import eventually
 
 from orc.launchers.backends.ssh.hosts import open_transports
-from orc.launchers.errors import BackendUnreachable, LaunchError, SpecError
-from orc.launchers.remote.ssh.errors import HostAccessError, LinkLost
+from orc.launchers.errors import BackendUnreachable, HostAccessError, LaunchError, LinkLost, SpecError
 from orc.launchers.remote.ssh.fanout import each
 from orc.launchers.remote.transport import Transport
 

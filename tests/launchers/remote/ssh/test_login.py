@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hosts_testbed import eventually
 
-from orc.launchers.remote.ssh.errors import HostAccessError
+from orc.launchers.errors import HostAccessError
 
 Agent = dict[str, str]
 OWN = "Host node1\n IdentityFile {}\n IdentitiesOnly yes\n"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers.errors import SpecError
-from orc.launchers.remote.ssh.config import Route, read_config, resolve
-from orc.launchers.remote.ssh.hosts import ConnectOptions, HostSpec
+from orc.launchers.remote.ssh.routes import ConnectOptions, HostSpec, Route, read_config, resolve
 
 
 def route(tmp_path: Path, text: str, name: str = "node1", **spec: object) -> Route:
