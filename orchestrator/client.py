@@ -12,6 +12,7 @@ from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.clients.errors import JobNotFound as JobNotFound
 from orc.orchestrator.clients.surface import JobsClient
+from orc.orchestrator.engine.steps import silent
 from orc.orchestrator.ledger.lifecycle import JobState
 
 if TYPE_CHECKING:
@@ -79,21 +80,15 @@ class Client(JobsClient):
         ``("stage", {})`` and ``("submit", {})``. Raises `SpecError` where *loaded* describes several jobs.
         """
         from orc.orchestrator.engine.job_source import take
-        from orc.orchestrator.engine.steps import silent
 
-        progress = on_progress or silent
         if loaded.spec.sweep is not None or loaded.spec.array is not None:
-            raise SpecError(
-                "describes several jobs",
-                where=str(loaded.source_path),
-                hint="orc.launchers.spec.groups.load_jobs reads it, submit_group sends it",
-            )
+            hint = "orc.launchers.spec.groups.load_jobs reads it, submit_group sends it"
+            raise SpecError("describes several jobs", where=str(loaded.source_path), hint=hint)
         # The cluster and its backend are looked up before any file is hashed: the cheapest mistakes show first.
         backend = self.workspace.backend(loaded.spec.cluster)
         loaded = loaded._replace(spec=self.session.subscribed(loaded.spec))
-        snapshot = take(self.workspace.store, loaded, progress, backend)
-        source = str(loaded.source_path.absolute())
-        return self._submit(loaded.spec, snapshot, source, progress)
+        snapshot = take(self.workspace.store, loaded, on_progress or silent, backend)
+        return self._submit(loaded.spec, snapshot, str(loaded.source_path.absolute()), on_progress)
 
     def resubmit(self, job_id: str, *, overrides: Sequence[str] = (), on_progress: Progress | None = None) -> JobView:
         """Submit a new job with the specification and the snapshots of *job_id*; its source is ``job:<old id>``.
@@ -101,7 +96,6 @@ class Client(JobsClient):
         Raises `SpecError` for an override that needs other files than the job has.
         """
         from orc.orchestrator.engine.attempt_inputs import changed, digests_left, stored_snapshot
-        from orc.orchestrator.engine.steps import silent
         from orc.orchestrator.functions.calls import key_of
 
         ws = self.workspace
@@ -109,7 +103,7 @@ class Client(JobsClient):
         spec = changed(old.spec, overrides, where=old.id)
         snapshot = stored_snapshot(ws, digests_left(old.digests, old.spec, spec))
         key = key_of(ws.state_dir, old.digests["code"])
-        return self._submit(spec, snapshot, f"job:{old.id}", on_progress or silent, key)
+        return self._submit(spec, snapshot, f"job:{old.id}", on_progress, key)
 
     def submit_estimator(
         self,
@@ -123,12 +117,9 @@ class Client(JobsClient):
         """Submit what *estimator* describes to a cluster whose platform has estimators.
 
         On Amazon SageMaker that is a mapping of the documented configuration keys and arguments of the SDK's
-        estimators, or an object that has them as attributes; *inputs* are those of its ``fit``. Raises `SpecError` for
-        arguments that cannot be carried (docs/reference/sagemaker-options.md). *name* is the job's, *on_progress* as
-        of `submit`.
-
-        Returns:
-            The new job.
+        estimators, or an object that has them as attributes; *inputs* are those of its ``fit``. *name* is the job's,
+        *on_progress* as of `submit`. Returns the new job. Raises `SpecError` for arguments that cannot be carried
+        (docs/reference/sagemaker-options.md).
         """
         from orc.launchers.backends.base import SupportsEstimators
 
@@ -143,14 +134,14 @@ class Client(JobsClient):
         spec: JobSpec,
         snapshot: Snapshot,
         source: str,
-        progress: Progress,
+        on_progress: Progress | None,
         secrets: Mapping[str, str] | None = None,
     ) -> JobView:
         from orc.orchestrator.engine.submission import new_submission, submit
 
         ws = self.workspace
         new = new_submission(ws, spec, snapshot, source=source, secrets=secrets)
-        submit(ws, [new], progress=progress)
+        submit(ws, [new], progress=on_progress or silent)
         view = self.job(new.id)
         if view.state != JobState.QUEUED:
             return view
@@ -165,7 +156,7 @@ class Client(JobsClient):
         on_unreachable: Callable[[Mapping[str, str]], None] | None = None,
     ) -> list[JobView]:
         """Cancel jobs. The request is durable first; those that have ended stay as they are."""
-        from orc.orchestrator.clients.cancelling import cancel
+        from orc.orchestrator.clients.ending import cancel
 
         cancel(self.session, job_ids, grace_s=grace_s, on_unreachable=on_unreachable)
         return [self.job(job_id) for job_id in job_ids]
@@ -199,7 +190,6 @@ class Client(JobsClient):
         """Submit a job again and again, from the snapshot that is taken now."""
         from orc.launchers.ids import new_job_id
         from orc.orchestrator.engine import job_source, schedules
-        from orc.orchestrator.engine.steps import silent
         from orc.orchestrator.engine.submission import new_submission
         from orc.orchestrator.views import ScheduleView
 
@@ -226,23 +216,18 @@ class Client(JobsClient):
         job: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> FunctionJob[R]:
-        """Submit a job that calls ``fn(*args, **kwargs)`` on a cluster.
+        """Submit a job that calls ``fn(*args, **kwargs)``, all of it pickled, on a cluster.
 
         A function that has a ``checkpoint`` method saves before its time limit and when it is preempted; what that
-        method returns is called next.
+        method returns is called next. Returns the job, whose `FunctionJob.result` is the function's value.
 
         Args:
-            fn: What to call; pickled, with its arguments.
-            *args: Its positional arguments.
+            fn: What to call.
             cluster: A name in clusters.yaml.
             resources: The section of that name of a job file.
             name: Name of the job; that of the function by default.
             max_timeouts: Number of time limits after which a function that saves goes on.
             job: Other keys of a job file: ``env``, ``secrets``, ``setup``, ``environment``, ``retry``, ``grace``, ...
-            **kwargs: Keyword arguments of the function.
-
-        Returns:
-            The job, whose `FunctionJob.result` is the function's value.
 
         Raises:
             LaunchError: The call cannot be pickled, the job's specification is wrong, or the cluster rejects it.
@@ -266,21 +251,10 @@ class Client(JobsClient):
     ) -> list[FunctionJob[R]]:
         """Submit a job for each call of ``map(fn, *iterables)``; where the cluster has arrays, as one array.
 
-        Args:
-            fn: What to call.
-            *iterables: Its arguments, as those of `map`, but of the same length.
-            cluster: A name in clusters.yaml.
-            resources: What one call needs.
-            name: Name of the jobs.
-            at_once: Number of calls that run at a time, on this machine and on clusters with arrays.
-            max_timeouts: As of `submit_function`.
-            job: As of `submit_function`.
-
-        Returns:
-            The jobs, in the order of the arguments.
-
-        Raises:
-            LaunchError: As of `submit_function`.
+        The *iterables* are those of `map`, but of the same length. *cluster*, *resources* (of one call), *name*,
+        *max_timeouts* and *job* are those of `submit_function`, and so are the errors; *at_once* is the number of calls
+        that run at a time, on this machine and on clusters with arrays. Returns the jobs, in the order of the arguments
+        of *fn*.
         """
         from orc.orchestrator.functions.calls import arguments
 
@@ -293,10 +267,7 @@ class Client(JobsClient):
     def submit_calls(self, calls: Sequence[Call], **options: Any) -> list[FunctionJob[Any]]:
         """Submit a job for each of *calls*, ``(function, args, kwargs)``; ``many=True`` makes them a map.
 
-        The other *options* are those of `map_functions`.
-
-        Returns:
-            The jobs, in the order of *calls*.
+        The other *options* are those of `map_functions`. Returns the jobs, in the order of *calls*.
         """
         from orc.orchestrator.clients.function_jobs import FunctionJob
         from orc.orchestrator.functions.calls import submit_calls
@@ -306,12 +277,8 @@ class Client(JobsClient):
     def function_jobs(self, id: str, *, cluster: str = "") -> list[FunctionJob[Any]]:
         """Return the calls that were submitted earlier, perhaps by another process.
 
-        Args:
-            id: The id of a job, or of a map (the tag ``map`` of its jobs), or ``<map>.<number>`` for one of its calls.
-            cluster: Not needed: the ledger has the cluster of each job.
-
-        Raises:
-            LaunchError: There is no such job.
+        *id* is that of a job, or of a map (the tag ``map`` of its jobs), or ``<map>.<number>`` for one of its calls.
+        *cluster* is not needed: the ledger has that of each job. Raises `LaunchError` where there is no such job.
         """
         from orc.orchestrator.clients.function_jobs import FunctionJob
         from orc.orchestrator.functions.calls import CALL_TAG, MAP_TAG
@@ -362,7 +329,7 @@ class Client(JobsClient):
         on_change: Callable[[JobView], None] | None = None,
     ) -> list[JobView]:
         """Run passes until all jobs have ended."""
-        from orc.orchestrator.clients.waiting import wait
+        from orc.orchestrator.clients.ending import wait
 
         return wait(self.session, job_ids, timeout_s=timeout_s, on_change=on_change)
 
@@ -371,7 +338,7 @@ class Client(JobsClient):
 
         Returns when the job has ended, or when an attempt is safely at the backend.
         """
-        from orc.orchestrator.clients.waiting import tick
+        from orc.orchestrator.clients.ending import tick
 
         return tick(self.session, job_id)
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.api.call import Bounds, Digest, Name, call
-from orc.orchestrator.api.rights import ROLES, Kind
+from orc.orchestrator.api.call import ROLES, Bounds, Digest, Kind, Name, call
 from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.ledger import content_holders
 from orc.orchestrator.ledger import tokens as rows

@@ -10,8 +10,7 @@ from typing import Annotated
 
 from orc.launchers.backends.reports import QueueReport
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.api.call import Bounds, Name, call
-from orc.orchestrator.api.rights import Kind
+from orc.orchestrator.api.call import Bounds, Kind, Name, call
 from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.views import View
 
@@ -80,20 +79,14 @@ def list_clusters(session: LedgerSession) -> Clusters:
             taken[held.cluster] += held.slots if totals[held.cluster].get(held.host) else 1
     with session.workspace.ledger.database.read() as connection:
         polls = {poll.cluster: poll for poll in by_cluster(connection, only)}
-    names = ("polled_at", "answered_at", "interval_s", "error")
-    return Clusters(
-        [
-            ClusterView(
-                name,
-                cluster.kind,
-                name in queueing,
-                **{key: getattr(polls.get(name), key, None) for key in names},
-                slots=sum(slots or 1 for slots in totals[name].values()) if name in totals else None,
-                slots_taken=taken[name] if name in totals else None,
-            )
-            for name, cluster in session.clusters().items()
-        ]
-    )
+    views = []
+    for name, cluster in session.clusters().items():
+        keys = ("polled_at", "answered_at", "interval_s", "error")
+        poll = {key: getattr(polls.get(name), key, None) for key in keys}
+        if name in totals:
+            poll |= {"slots": sum(slots or 1 for slots in totals[name].values()), "slots_taken": taken[name]}
+        views.append(ClusterView(name, cluster.kind, name in queueing, **poll))
+    return Clusters(views)
 
 
 def _capacities(session: LedgerSession) -> dict[str, Mapping[str, int]]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from orc.launchers.errors import LaunchError, SpecError
-from orc.orchestrator.api.call import Bounds, JobId, Name, call
+from orc.orchestrator.api.call import Bounds, JobId, Kind, Name, call
 from orc.orchestrator.api.jobs import get_job
-from orc.orchestrator.api.rights import Kind
 from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.views import NotificationView, View
 
@@ -237,22 +236,11 @@ def list_notifications(
     owner = None if session.caller.may_see(Kind.PLACES) else session.caller.user
     with session.workspace.ledger.database.read() as connection:
         found = outbox.listed(connection, job_id=job, states=state, limit=limit, owner=owner)
-    return Notifications(
-        [
-            NotificationView(
-                one.id,
-                one.job_id,
-                one.kind,
-                shown(one.target),
-                one.state,
-                one.tries,
-                one.next_at if one.state == "due" else None,
-                one.last_error,
-                one.created_at,
-            )
-            for one in found
-        ]
-    )
+    views = []
+    for sent in found:
+        odd = {"job": sent.job_id, "event": sent.kind, "target": shown(sent.target), "error": sent.last_error}
+        views.append(NotificationView.from_record(sent, next_at=sent.next_at if sent.state == "due" else None, **odd))
+    return Notifications(views)
 
 
 @call("POST", "/jobs/{job_id}/notifications/retry", shows=Kind.STATE)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from orc.launchers.errors import SpecError
-from orc.orchestrator.api.call import Bounds, Digests, JobId, Key, Name, NewMember, Secrets, Text, call
-from orc.orchestrator.api.rights import Kind
+from orc.orchestrator.api.call import Bounds, Digests, JobId, Key, Kind, Name, NewMember, Secrets, Text, call
 from orc.orchestrator.api.session import LedgerSession
 from orc.orchestrator.clients.errors import JobNotFound
 from orc.orchestrator.ledger.lifecycle import JobState
@@ -183,7 +182,7 @@ def resubmit_job(
 @call("POST", "/jobs/{job_id}/cancel", shows=Kind.STATE, parts=(Kind.PLACES,), writes=False, asks_clusters=True)
 def cancel_job(session: LedgerSession, job_id: JobId, grace_s: Grace = None) -> CancelledJob:
     """Cancel a job; one that has ended stays as it is."""
-    from orc.orchestrator.clients.cancelling import cancel
+    from orc.orchestrator.clients.ending import cancel
 
     unreachable: dict[str, str] = {}
     cancel(session, [job_id], grace_s=grace_s, on_unreachable=unreachable.update)

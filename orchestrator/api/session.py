@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.api.rights import Kind, Principal, without_places
+from orc.orchestrator.api.call import Kind, Principal, without_places
 from orc.orchestrator.clients.errors import JobNotFound
 from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.ledger.store import Ledger

@@ -110,9 +110,8 @@ class Submitter:
             trees: dict[str, Snapshot] = {}
             submissions, new_id = [], self._ids(group_id)
             for member, spec in zip(members, specs, strict=True):
-                job, snapshot = self._checked(spec, self._loader(trees, spec, member), secrets, stages=stages)
-                job = as_member(job, group)
-                new = self._submission(job, snapshot, new_id(job.name), source, secrets)
+                job, load = as_member(spec, group), self._loader(trees, spec, member)
+                new = self._submission(job, load, new_id(job.name), source, secrets, stages=stages)
                 submissions.append(replace(new, group=group.id, number=member.index, stage=member.stage))
             submit_group(self._ws, submissions, group)
             return groups.view(self._ws, group_id)
@@ -130,8 +129,8 @@ class Submitter:
             submissions = []
             for old in again:
                 load = lambda old=old: old.snapshot  # noqa: E731
-                spec, trees = self._checked(old.spec, load, secrets, old.snapshot.digests, stages)
-                new = self._submission(spec, trees, new_id(old.spec.name), old.source, secrets)
+                job_id, has = new_id(old.spec.name), old.snapshot.digests
+                new = self._submission(old.spec, load, job_id, old.source, secrets, has, stages)
                 submissions.append(replace(new, group=old.group, number=old.number, stage=old.stage))
             enqueue(self._ws, submissions)
             return groups.view(self._ws, group_id)
@@ -150,8 +149,7 @@ class Submitter:
             spec = checked_spec(member.spec)
             schedules.check(spec, when["cron"], when["timezone"])
             _refuse_unknown([spec], secrets)
-            job, trees = self._checked(spec, self._loader({}, spec, member), secrets)
-            new = self._submission(job, trees, schedule_id, source, secrets)
+            new = self._submission(spec, self._loader({}, spec, member), schedule_id, source, secrets)
             return ScheduleView.of(schedules.create(self._ws, new, **when))
 
         # Of two requests at once the second gets the error that there is a schedule of that name.
@@ -169,12 +167,12 @@ class Submitter:
 
         It raises one of *lost* also where the same request came twice at once, and the other one was faster.
         """
-        if (made := earlier()) is not None:
+        if self._request and (made := earlier()) is not None:
             return made
         try:
             return make()
         except lost:
-            if (made := earlier()) is None:
+            if not self._request or (made := earlier()) is None:
                 raise
             return made
 
@@ -190,16 +188,12 @@ class Submitter:
 
         def earlier() -> JobView | None:
             nonlocal new_id
-            if not self._request:
-                return None
             found, new_id = self._look(spec.name)
             return self._session.job(found.id) if found is not None else None
 
         def make() -> JobView:
-            if unknown := sorted(secrets.keys() - set(spec.secrets)):
-                raise SpecError(f"{unknown[0][:80]!r} is no secret of the job", where="secrets")
-            job, trees = self._checked(spec, load, secrets, has)
-            submit(self._ws, [self._submission(job, trees, new_id, source, secrets)])
+            _refuse_unknown([spec], secrets)
+            submit(self._ws, [self._submission(spec, load, new_id, source, secrets, has)])
             return self._session.job(new_id)
 
         return self._once(earlier, make)
@@ -238,26 +232,19 @@ class Submitter:
         return made
 
     def _has_group(self, group_id: str) -> bool:
-        if not self._request:
-            return False
         with self._ws.ledger.database.read() as connection:
             found = group_rows.find(connection, group_id)
         return found is not None and found.spec.get("request") == self._request
 
     def _has_retried(self, group_id: str) -> bool:
-        if not self._request:
-            return False
         with self._ws.ledger.database.read() as connection:
             return group_rows.has_job_of(connection, group_id, self._request)
 
     def _schedule(self, schedule_id: str) -> ScheduleView | None:
         """Return the schedule that a request with this key has made."""
-        if not self._request:
-            return None
         with self._ws.ledger.database.read() as connection:
             found = schedule_rows.find(connection, schedule_id)
-        made = found is not None and found.spec.get("request") == self._request
-        return ScheduleView.of(found) if found is not None and made else None
+        return ScheduleView.of(found) if found and found.spec.get("request") == self._request else None
 
     # -- checks that every job of a user has to pass
 
@@ -271,27 +258,26 @@ class Submitter:
             error.digests = tuple(missing)
             raise error
 
-    def _checked(
+    def _submission(
         self,
         job: JobSpec,
         load: Callable[[], Snapshot],
+        job_id: str,
+        source: str,
         secrets: Mapping[str, str],
         has: Mapping[str, str] = MappingProxyType({}),
         stages: Collection[str] = (),
-    ) -> tuple[JobSpec, Snapshot]:
-        """Return what is submitted of *job*, after all checks."""
+    ) -> Submission:
+        """Return the submission of a job after all checks: the user's, with encrypted secrets.
+
+        *has* and *stages* as of `_with_allowed_inputs`.
+        """
         job = self._with_allowed_inputs(job, has, stages)
         _check_secrets(job, secrets)
         cluster = self._ws.backend(job.cluster).cluster
         refuse_without_account(self._ws, job.cluster, self._user)
         trees = load()
         _check_environment(job, trees, cluster)
-        return job, trees
-
-    def _submission(
-        self, job: JobSpec, trees: Snapshot, job_id: str, source: str, secrets: Mapping[str, str]
-    ) -> Submission:
-        """Return the submission of a job that has passed all checks: the user's, with encrypted secrets."""
         return Submission(job, trees, self._user, job_id, source, secrets, encrypted=True, request=self._request)
 
     def _with_allowed_inputs(self, job: JobSpec, has: Mapping[str, str], stages: Collection[str] = ()) -> JobSpec:
@@ -311,11 +297,10 @@ class Submitter:
             record = self._ws.ledger.job(source)
             owner = record.owner if record is not None else ""
             if not self._session.caller.may_change(owner):
+                whose = f"inputs.{name}: {source} belongs to {owner or 'nobody'}"
+                hint = "`depends_on` may name it; ask its owner to put the files where both may read them"
                 raise NotAllowed(
-                    f"inputs.{name}: {source} belongs to {owner or 'nobody'}: only its owner or an admin may take what "
-                    "it has left",
-                    where=job.name,
-                    hint="`depends_on` may name it; ask its owner to put the files where both may read them",
+                    f"{whose}: only its owner or an admin may take what it has left", where=job.name, hint=hint
                 )
             inputs[name] = f"{source}.{wanted.output}"
         return job.model_copy(update={"inputs": inputs})
@@ -331,7 +316,6 @@ class Submitter:
             key = repr(sent)
             if key not in trees:
                 code = store.load(sent.code)
-                check_script(spec, code)
                 runtime = ws.runtime
                 if runtime is None or not store.use(runtime.digest):
                     with _storing:  # the first of many that come at once; the others find it
@@ -359,7 +343,6 @@ def _held(ws: Workspace, user: str, digests: Sequence[str]) -> set[str]:
 
 
 def _is_stored(ws: Workspace, sha256: str) -> bool:
-
     try:
         status = os.lstat(f"{ws.store.root}/cas/{sha256}")
     except OSError:
@@ -396,9 +379,8 @@ def _check_secrets(job: JobSpec, secrets: Mapping[str, str]) -> None:
     and keyring are nobody's to ask for.
     """
     if missing := [name for name in job.secrets if not secrets.get(name)]:
-        raise SpecError(
-            f"no value was sent for the secret{'s' if len(missing) > 1 else ''} {', '.join(missing)}", where="secrets"
-        )
+        what = f"no value was sent for the secret{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        raise SpecError(what, where="secrets")
     for name, value in secrets.items():
         if "\0" in value or len(value) > _LONGEST_SECRET:
             raise SpecError(f"the secret {name} is longer than 64 KiB, or no text", where="secrets")
@@ -449,4 +431,5 @@ def _checked_stages(kind: str, members: Sequence[NewMember], specs: Sequence[Job
 
 def _refuse_unknown(specs: Sequence[JobSpec], secrets: Mapping[str, str]) -> None:
     if unknown := sorted(secrets.keys() - {name for spec in specs for name in spec.secrets}):
-        raise SpecError(f"{unknown[0][:80]!r} is no secret of these jobs", where="secrets")
+        whose = "the job" if len(specs) == 1 else "these jobs"
+        raise SpecError(f"{unknown[0][:80]!r} is no secret of {whose}", where="secrets")

@@ -80,24 +80,29 @@ HIDDEN = {
     "tick": "One reconciler pass; started by local agents.",
     "reconcile": "Passes until no job is live; started by `orc submit`.",
 }
-# Commands that are not the `command` of the module of their name.
-SHARED = {
-    "run": "launch:command",
-    **{name: f"groups:{name}" for name in ("sweep", "array", "pipeline")},
-    **{name: f"login:{name}" for name in ("login", "logout", "whoami")},
-    **{name: f"history:{name}_" for name in ("export", "import")},
-    "exec": "exec:exec_",
-    "ssh": "exec:ssh",
-    "tick": "reconcile:tick",
-    "reconcile": "reconcile:reconcile",
-}
 COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()} | HIDDEN
+# Modules of `orc.orchestrator.cli.commands` with several commands, or with one of another name.
+MODULES = {
+    "jobs": "list status wait cancel tag",
+    "submit": "resubmit",
+    "launch": "run",
+    "groups": "sweep array pipeline schedule",
+    "insight": "events diff cost queue",
+    "nodes": "exec ssh stacks top",
+    "hosts": "tpu-config",
+    "service": "login logout whoami token quota notifications serve",
+    "snapshots": "sync gc",
+    "history": "export import prune adopt reconcile tick",
+    "models": "estimate-memory merge-weights to-fsdp2",
+    "env": "version completion schema",
+}
+_MODULE_OF = {name: module for module, names in MODULES.items() for name in names.split()}
 
 
 def load(name: str) -> click.Command:
-    """Import the command *name* from its module."""
-    module, _, attribute = SHARED.get(name, f"{name.replace('-', '_')}:command").partition(":")
-    command: click.Command = getattr(importlib.import_module(f"orc.orchestrator.cli.commands.{module}"), attribute)
+    """Import the command *name*, ``NAME_command`` of its module."""
+    module = importlib.import_module(f"orc.orchestrator.cli.commands.{_MODULE_OF.get(name, name)}")
+    command: click.Command = getattr(module, f"{name.replace('-', '_')}_command")
     return command
 
 
@@ -142,10 +147,10 @@ class LazyGroup(click.Group):
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from orc.orchestrator.cli.commands.version import version
+        from orc.orchestrator.cli.commands.env import installed
         from orc.orchestrator.cli.ui.output import echo
 
-        echo(f"orc {version()}")
+        echo(f"orc {installed('orc-launch')}")
         ctx.exit()
 
 
@@ -169,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from click.shell_completion import shell_complete
 
         if instruction == "bash_complete" and "=" in os.environ.get("COMP_WORDS", ""):
-            from orc.orchestrator.cli.bash_words import join_assignments
+            from orc.orchestrator.cli.completion import join_assignments
 
             join_assignments()
         return shell_complete(cli, {}, "orc", "_ORC_COMPLETE", instruction)
@@ -256,7 +261,7 @@ def _run(arguments: list[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:  # the boundary: everything becomes a report
         if _is_of_output(error):
             raise
-        from orc.orchestrator.cli.ui.reporting import report
+        from orc.orchestrator.cli.ui.output import report
 
         return report(error, arguments)
 

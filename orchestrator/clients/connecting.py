@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from orc.launchers.errors import LaunchError
 from orc.orchestrator.clients import logins
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ def connect_async(url: str | None = None) -> AsyncServiceClient:
     Raises:
         LaunchError: As of `connect`; also where no service is configured, as a ledger has no asynchronous client.
     """
-    from orc.launchers.errors import LaunchError
     from orc.orchestrator.clients.asynchronous import AsyncServiceClient
 
     login = logins.configured() if url is None else logins.of(url)

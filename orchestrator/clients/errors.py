@@ -47,31 +47,12 @@ class SnapshotMissing(BundleError):
     digests: tuple[str, ...] = ()
 
 
-_KINDS: Mapping[str, type[LaunchError]] = {
-    kind.__name__: kind
-    for kind in (
-        LaunchError,
-        SpecError,
-        RenderError,
-        BundleError,
-        BackendError,
-        BackendUnreachable,
-        NoRoom,
-        JobNotFound,
-        GroupNotFound,
-        ServiceUnreachable,
-        NotLoggedIn,
-        NotAllowed,
-        NeedsLedger,
-        SnapshotMissing,
-    )
-}
-_BY_STATUS: Mapping[int, type[LaunchError]] = {
-    401: NotLoggedIn,
-    403: NotAllowed,
-    422: SpecError,
-    503: ServiceUnreachable,
-}
+_CLASSES: tuple[type[LaunchError], ...] = (
+    *(LaunchError, SpecError, RenderError, BundleError, BackendError, BackendUnreachable, NoRoom, JobNotFound),
+    *(GroupNotFound, ServiceUnreachable, NotLoggedIn, NotAllowed, NeedsLedger, SnapshotMissing),
+)
+_KINDS = {kind.__name__: kind for kind in _CLASSES}
+_BY_STATUS = {401: NotLoggedIn, 403: NotAllowed, 422: SpecError, 503: ServiceUnreachable}
 _OF_A_JOB = re.compile(r"/api/v1/jobs/[^/]+(/.*)?")
 _HINTS = {
     401: "`orc login URL` stores a token; an administrator makes one with `orc token create`",
@@ -85,16 +66,10 @@ def kind_of(error: LaunchError) -> str:
 
 
 def error_of(status: int, body: Any, *, path: str, url: str) -> LaunchError:
-    """Return the error that a service has answered: what, where and hint as in its response.
+    """Return the error that a service has answered, of the class that the ledger's client would have raised.
 
-    Args:
-        status: HTTP status of the answer.
-        body: Its JSON, as far as it is some.
-        path: Path that was asked for.
-        url: URL of the service, for answers that say nothing.
-
-    Returns:
-        A `LaunchError` of the class that the ledger's client would have raised.
+    What, where and hint are those in *body*, the JSON of the answer, as far as it is some; the *url* of the service is
+    for answers that say nothing.
     """
     said = body.get("error") if isinstance(body, Mapping) else None
     told = said if isinstance(said, Mapping) else {}

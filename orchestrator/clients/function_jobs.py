@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from orc.launchers.attempts.records import LogSelector
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.api.logs import at_backend, read_log
-from orc.orchestrator.clients.cancelling import cancel
-from orc.orchestrator.clients.waiting import wait
+from orc.orchestrator.clients.ending import cancel, wait
 from orc.orchestrator.functions import node
 from orc.orchestrator.functions.calls import key_of
 from orc.orchestrator.ledger.records import JobSize
 
 if TYPE_CHECKING:
     from orc.orchestrator.api.session import LedgerSession
-    from orc.orchestrator.views import AttemptView, JobView
+    from orc.orchestrator.views import JobView
 
 R = TypeVar("R")
 _RESULT_LAG_S = 5.0  # a shared file system may show a result so much later than the end of the job
@@ -164,11 +163,8 @@ class FunctionJob(Generic[R]):
             outcome = node.verified(keys[node.KEY_VARIABLE], f"{self.id}/{name}", data)
             found: tuple[str, Any] = pickle.loads(outcome)  # noqa: S301 - signed with the key of this very job
         except Exception as error:
-            raise FunctionFailed(
-                f"the result cannot be read here: {type(error).__name__}: {error}",
-                where=self._where(process),
-                process=process,
-            ) from error
+            what = f"the result cannot be read here: {type(error).__name__}: {error}"
+            raise FunctionFailed(what, where=self._where(process), process=process) from error
         return found
 
     def _failure(self, view: JobView) -> FunctionFailed:
@@ -182,18 +178,11 @@ class FunctionJob(Generic[R]):
         return FunctionFailed(lines[-1], where=self._where(process), traceback=trace, process=process)
 
     def _without_result(self, view: JobView, process: int) -> FunctionFailed:
-        reason = view.reason or _cause(view.attempt)
+        attempt = view.attempt
+        reason = view.reason or (attempt and (attempt.reason or attempt.cause))
+        what = f"ended without a result ({view.state}{f': {reason}' if reason else ''})"
         hint = f"`orc logs {self.id}` shows its output, `orc status {self.id}` its attempts"
-        return FunctionFailed(
-            f"ended without a result ({view.state}{f': {reason}' if reason else ''})",
-            where=self._where(process),
-            hint=hint,
-            process=process,
-        )
+        return FunctionFailed(what, where=self._where(process), hint=hint, process=process)
 
     def _where(self, process: int) -> str:
         return f"{self.id}, process {process}" if self.processes > 1 else self.id
-
-
-def _cause(attempt: AttemptView | None) -> str:
-    return (attempt.reason or attempt.cause or "") if attempt else ""

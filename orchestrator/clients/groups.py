@@ -13,7 +13,7 @@ from orc.orchestrator.clients.errors import GroupNotFound
 from orc.orchestrator.ledger import groups as table
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.store import JobFilter
-from orc.orchestrator.views import GroupView, JobRow, MemberView
+from orc.orchestrator.views import TERMINAL, GroupView, JobRow, MemberView
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Snapshot
@@ -30,19 +30,7 @@ _MOST = 1_000_000  # jobs of one group
 
 
 def submit(session: LedgerSession, loaded: LoadedGroup, *, on_progress: Progress | None = None) -> GroupView:
-    """Submit all members of a group, or none.
-
-    Args:
-        session: The open ledger.
-        loaded: The group, from `orc.launchers.spec.groups.load_jobs`.
-        on_progress: As of `Client.submit`.
-
-    Returns:
-        The group as it is now.
-
-    Raises:
-        LaunchError: Certainly none of its jobs runs.
-    """
+    """Submit all members of a group, or none, as `JobsClient.submit_group`."""
     from orc.launchers.ids import new_job_id
     from orc.orchestrator.engine.steps import silent
     from orc.orchestrator.engine.submission import as_member, new_submission, submit_group
@@ -92,15 +80,11 @@ def _snapshot(ws: Workspace, loaded: LoadedJob, known: dict[str, Snapshot], prog
     return known[key]
 
 
-def resubmit(session: LedgerSession, group_id: str, *, on_progress: Progress | None = None) -> GroupView:
+def resubmit(session: LedgerSession, group_id: str) -> GroupView:
     """Submit the members that have ended without success once more, from the same snapshots, in the same group.
 
     What has succeeded is not run again: its outputs serve those that take them. Members that wait for a failure which
-    has not come stay as they are.
-
-    Raises:
-        GroupNotFound: There is no such group.
-        LaunchError: None of them could be submitted, or there are none.
+    has not come stay as they are. Raises `GroupNotFound`, and `LaunchError` where none could be submitted.
     """
     from orc.orchestrator.engine.submission import enqueue
 
@@ -123,10 +107,8 @@ def submissions_again(ws: Workspace, group_id: str) -> list[Submission]:
         for job_id in stuck:
             del specs[job_id]
     if not specs:
-        raise LaunchError(
-            f"no member of {group_id} has failed" if not again else f"no member of {group_id} could start now",
-            hint=f"`orc {shown.kind} status {group_id}` shows them",
-        )
+        what = f"no member of {group_id} {'could start now' if again else 'has failed'}"
+        raise LaunchError(what, hint=f"`orc {shown.kind} status {group_id}` shows them")
     found = []
     for job_id, spec in specs.items():
         digests = ws.ledger.jobs([job_id])[0].digests
@@ -153,13 +135,11 @@ def _can_start(ws: Workspace, spec: Any, submitted: Mapping[str, Any]) -> bool:
 
 def cancel(session: LedgerSession, group_id: str, *, grace_s: float | None = None) -> GroupView:
     """Cancel the members that have not ended. Raises `GroupNotFound`, `LedgerError`."""
-    live = [
-        member.job.id for member in view(session.workspace, group_id).members if not JobState(member.job.state).terminal
-    ]
-    if live:
-        from orc.orchestrator.clients.cancelling import cancel as cancel_jobs
+    from orc.orchestrator.clients import ending
 
-        cancel_jobs(session, live, grace_s=grace_s)
+    members = view(session.workspace, group_id).members
+    if live := [member.job.id for member in members if member.job.state not in TERMINAL]:
+        ending.cancel(session, live, grace_s=grace_s)
     return view(session.workspace, group_id)
 
 
@@ -171,18 +151,11 @@ def view(ws: Workspace, group_id: str) -> GroupView:
     for row in sorted(rows, key=lambda row: row.created_at):
         number = len(members) if row.group_index is None else row.group_index  # runs of a schedule have none
         before = members[number].submissions if number in members else 0
-        members[number] = MemberView(
-            number,
-            group.spec.get("stages", {}).get(str(number)),
-            group.spec.get("members", {}).get(str(number), {}),
-            row,
-            before + 1,
-        )
+        stage, parameters = (group.spec.get(what, {}).get(str(number)) for what in ("stages", "members"))
+        members[number] = MemberView(number, stage, parameters or {}, row, before + 1)
     ordered = tuple(members[number] for number in sorted(members))
     counts = dict(Counter(member.job.state for member in ordered))
-    return GroupView(
-        group.id, group.kind, group.name, group.owner, group.created_at, group.max_parallel, ordered, counts
-    )
+    return GroupView.from_record(group, members=ordered, counts=counts)
 
 
 def newest(ws: Workspace, kinds: Sequence[str], limit: int) -> list[GroupView]:

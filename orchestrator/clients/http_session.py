@@ -6,6 +6,8 @@ Connections are the standard library's: to import httpx takes longer than the re
 from __future__ import annotations
 
 import base64
+import functools
+import itertools
 import json
 import random
 import select
@@ -46,6 +48,13 @@ class Response:
     def is_json(self) -> bool:
         """True where its content says that it is JSON."""
         return "json" in self.headers.get("content-type", "")
+
+    @functools.cached_property
+    def json(self) -> Any:
+        """Its JSON; `None` where it is none."""
+        with suppress(ValueError):
+            return json.loads(self.content) if self.is_json else None
+        return None
 
 
 class Connections:
@@ -149,10 +158,9 @@ def _trust(login: Login) -> ssl.SSLContext:
     try:
         # Python's own: the system's certificates, and the variables that OpenSSL knows.
         return ssl.create_default_context(cafile=login.ca or None)
-    except (OSError, ssl.SSLError) as error:
-        raise LaunchError(
-            f"the file of certificates cannot be read: {error.strerror or error}", where=login.ca
-        ) from None
+    except OSError as error:
+        what = f"the file of certificates cannot be read: {error.strerror or error}"
+        raise LaunchError(what, where=login.ca) from None
 
 
 def _proxy_of(url: SplitResult) -> SplitResult | None:
@@ -164,10 +172,9 @@ def _proxy_of(url: SplitResult) -> SplitResult | None:
     if not text or proxy_bypass(url.netloc):
         return None
     proxy = urlsplit(text if "://" in text else f"http://{text}")
-    if proxy.scheme != "http" or not proxy.hostname:
-        raise LaunchError(  # which does not repeat it: it may have a password
-            "the proxy is not one of http://", where=f"{url.scheme}_proxy", hint="or name the service in NO_PROXY"
-        )
+    if proxy.scheme != "http" or not proxy.hostname:  # it is not repeated: it may have a password
+        hint = "or name the service in NO_PROXY"
+        raise LaunchError("the proxy is not one of http://", where=f"{url.scheme}_proxy", hint=hint)
     return proxy
 
 
@@ -187,32 +194,21 @@ def refuse_clear_secrets(login: Login, request: Request[Any]) -> None:
     """Raise `LaunchError` for values of secrets that would travel over a network in the clear, whoever agreed to that
     for the token.
     """
-    if login.url.startswith("https://") or logins.is_loopback(login.url):
-        return
-    if isinstance(request.body, dict) and request.body.get("secrets"):
-        raise LaunchError(
-            "the values of the job's secrets would travel unencrypted",
-            where=login.url,
-            hint="use https://, or a tunnel to the loopback address (ssh -L)",
-        )
+    clear = not login.url.startswith("https://") and not logins.is_loopback(login.url)
+    if clear and isinstance(request.body, dict) and request.body.get("secrets"):
+        hint = "use https://, or a tunnel to the loopback address (ssh -L)"
+        raise LaunchError("the values of the job's secrets would travel unencrypted", where=login.url, hint=hint)
 
 
 def answer(response: Response, request: Request[Answer], url: str) -> Answer:
     """Return what *response* answers. Raises `LaunchError` for an error, or what is no answer."""
-    body: Any = None
-    if response.is_json:
-        with suppress(ValueError):
-            body = json.loads(response.content)
     if not 200 <= response.status < 400:
-        raise error_of(response.status, body, path=request.path, url=url)
-    try:
+        raise error_of(response.status, response.json, path=request.path, url=url)
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
         if response.status < 300:
-            return request.read(Reply(body, response.content))
-    except (KeyError, TypeError, ValueError, AttributeError):
-        pass
-    raise ServiceUnreachable(
-        "the answer is not that of a service of orc", where=url, hint="check the URL, and proxies in between"
-    )
+            return request.read(response)
+    what = "the answer is not that of a service of orc"
+    raise ServiceUnreachable(what, where=url, hint="check the URL, and proxies in between")
 
 
 def unreachable(error: Exception, url: str) -> ServiceUnreachable:
@@ -220,17 +216,13 @@ def unreachable(error: Exception, url: str) -> ServiceUnreachable:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
-            return ServiceUnreachable(
-                f"the service's certificate is not trusted: {cause.verify_message}",
-                where=url,
-                hint="`orc login --ca FILE URL` trusts the certificate of its authority",
-            )
+            hint = "`orc login --ca FILE URL` trusts the certificate of its authority"
+            what = f"the service's certificate is not trusted: {cause.verify_message}"
+            return ServiceUnreachable(what, where=url, hint=hint)
         cause = cause.__cause__ or cause.__context__
-    what = str(error) or type(error).__name__
-    return ServiceUnreachable(
-        f"the service cannot be reached: {what}", where=url, hint="is `orc serve` running there? ORC_SERVICE_URL=local "
-        "uses the ledger of this machine instead",
-    )  # fmt: skip
+    what = f"the service cannot be reached: {str(error) or type(error).__name__}"
+    hint = "is `orc serve` running there? ORC_SERVICE_URL=local uses the ledger of this machine instead"
+    return ServiceUnreachable(what, where=url, hint=hint)
 
 
 def pause(attempt: int, response: Response | None) -> float | None:
@@ -270,38 +262,22 @@ class HttpSession:
 
     def ask(self, request: Request[Answer]) -> Answer:
         """Return the answer to *request*, sent again when it was lost. Raises `LaunchError`."""
-        with self.around():
-            return self._ask(request)
-
-    def _ask(self, request: Request[Answer]) -> Answer:
         refuse_clear_secrets(self.login, request)
-        attempt = 0
-        while True:
-            attempt += 1
-            response, lost = None, None
-            try:
-                response = self.connections.exchange(request)
-            except (OSError, HTTPException) as error:
-                lost = error
-            wait = pause(attempt, response)
-            if wait is not None:
+        with self.around():
+            for attempt in itertools.count(1):
+                try:
+                    response = self.connections.exchange(request)
+                except (OSError, HTTPException) as error:
+                    if (wait := pause(attempt, None)) is None:
+                        raise unreachable(error, self.login.url) from error
+                else:
+                    if (wait := pause(attempt, response)) is None:
+                        return answer(response, request, self.login.url)
                 self.sleep(wait)
-            elif response is None:
-                assert lost is not None
-                raise unreachable(lost, self.login.url) from lost
-            else:
-                return answer(response, request, self.login.url)
+        raise AssertionError("unreachable")
 
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True)
-class Reply:
-    """Answer of a service, as far as requests read it."""
-
-    json: Any
-    content: bytes
 
 
 @dataclass(frozen=True)
@@ -311,7 +287,7 @@ class Request(Generic[Answer]):
 
     method: str
     path: str
-    read: Callable[[Reply], Answer]
+    read: Callable[[Response], Answer]
     params: Mapping[str, Any] = field(default_factory=dict)
     body: Any = None
     content: Callable[[], Iterator[bytes]] | None = None  # instead of a body, made anew for every time it is sent
@@ -344,25 +320,15 @@ def request_of(call: Call[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Reques
 
 def put_contents(content: Callable[[], Iterator[bytes]], size: int) -> Request[None]:
     """Send contents, as a stream of `orc.launchers.transfer.wire`, *size* bytes in all."""
-    return Request(
-        "PUT",
-        f"{PREFIX}/bundles/content",
-        lambda _: None,
-        content=content,
-        headers={"Content-Type": "application/octet-stream", "Content-Length": str(size)},
-        timeout_s=SLOW_S,
-    )
+    headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+    path = f"{PREFIX}/bundles/content"
+    return Request("PUT", path, lambda _: None, content=content, headers=headers, timeout_s=SLOW_S)
 
 
 def put_tree(digest: str, manifest: Mapping[str, Any]) -> Request[list[str]]:
     """Send a manifest, whose contents the service has; the answer has those that it lacks after all."""
-    return Request(
-        "PUT",
-        f"{PREFIX}/bundles/trees/{quote(digest, safe='')}",
-        lambda reply: [str(one) for one in reply.json["missing"]],
-        body=dict(manifest),
-        timeout_s=SLOW_S,
-    )
+    path = f"{PREFIX}/bundles/trees/{quote(digest, safe='')}"
+    return Request("PUT", path, lambda reply: list(reply.json["missing"]), body=dict(manifest), timeout_s=SLOW_S)
 
 
 def log_content(job_id: str, params: Mapping[str, Any]) -> Request[bytes]:

@@ -81,9 +81,8 @@ def token_file(path: Path) -> str:
 def checked_token(token: str, where: str = "") -> str:
     """Return *token* if it can be one. Raises `LaunchError`, which does not repeat it."""
     if not token or len(token) > _MAX_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-        raise LaunchError(
-            "that is no token", where=where, hint="a token is one word of letters, digits, `_` and `-`: orc_..."
-        )
+        hint = "a token is one word of letters, digits, `_` and `-`: orc_..."
+        raise LaunchError("that is no token", where=where, hint=hint)
     return token
 
 
@@ -94,17 +93,10 @@ def checked_url(text: str, *, where: str = "") -> str:
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
-    if (
-        not host
-        or parts.scheme not in ("http", "https")
-        or parts.username is not None
-        or parts.query
-        or parts.fragment
-        or not text.isprintable()
-    ):
-        raise LaunchError(
-            f"not the URL of a service: {text!r}", where=where, hint="it looks like https://orc.example.org"
-        )
+    foreign = not host or parts.scheme not in ("http", "https") or parts.username is not None
+    if foreign or not host or parts.query or parts.fragment or not text.isprintable():
+        hint = "it looks like https://orc.example.org"
+        raise LaunchError(f"not the URL of a service: {text!r}", where=where, hint=hint)
     address = f"[{host}]" if ":" in host else host
     default = {"http": 80, "https": 443}[parts.scheme]
     return f"{parts.scheme}://{address}{'' if port in (None, default) else f':{port}'}{parts.path.rstrip('/')}"

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from orc.launchers.errors import BundleError
 from orc.launchers.snapshot.manifest import SYMLINK
 from orc.launchers.transfer.wire import FIRST, LAST, Content, head_of, stream_of
 from orc.orchestrator.api.access import find_missing
+from orc.orchestrator.api.call import Digests
 from orc.orchestrator.clients.errors import SnapshotMissing
 from orc.orchestrator.clients.http_session import put_contents, put_tree
 
 if TYPE_CHECKING:
     from orc.launchers.snapshot.content_store import ContentStore
     from orc.launchers.snapshot.manifest import Bundle, Entry
-    from orc.launchers.spec import JobSpec, LoadedJob
+    from orc.launchers.spec import LoadedJob
     from orc.launchers.spec.clusters import Cluster
     from orc.orchestrator.clients.http_session import HttpSession, Request
     from orc.orchestrator.engine.steps import Progress
@@ -25,14 +26,9 @@ Answer = TypeVar("Answer")
 _UPLOADS = 3  # what was uploaded may be collected before it is used
 
 
-def document(spec: JobSpec) -> Mapping[str, Any]:
-    """Return *spec* as it is sent."""
-    found: Mapping[str, Any] = spec.model_dump(mode="json")
-    return found
-
-
 def send_with(session: HttpSession, request: Request[Answer], snapshots: Sequence[LocalSnapshot]) -> Answer:
     """Send *request*, after an upload of the trees of *snapshots* that the service turns out to lack, each once."""
+    snapshots[0].progress("submit", {})
     for _ in range(_UPLOADS):
         try:
             return session.ask(request)
@@ -40,7 +36,7 @@ def send_with(session: HttpSession, request: Request[Answer], snapshots: Sequenc
             left = set(missing.digests)
             for snapshot in snapshots:
                 _upload(session, snapshot, sorted(left))
-                left -= set(snapshot.digests.values())
+                left -= set(snapshot.digests.given().values())
     return session.ask(request)
 
 
@@ -82,35 +78,16 @@ class LocalSnapshot:
         from orc.orchestrator.engine import job_source
         from orc.orchestrator.workspace import store_path
 
-        store: ContentStore = ContentStore(store_path(state_dir()))
-        self._progress = progress
-        destination = ServiceCluster(loaded.spec.cluster)
-        code = job_source.take_code(store, loaded, progress, destination)
-        environment = job_source.take_environment(store, loaded, destination, progress)
-        self._trees: dict[str, Bundle] = {"code": code}
-        if environment is not None:
-            self._trees["environment"] = environment
-        self._store = store
-        self._sent = 0
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """Digests of the trees by what they are."""
-        return {name: bundle.digest for name, bundle in self._trees.items()}
-
-    def sent_with(self, session: HttpSession, request: Request[Answer]) -> Answer:
-        """Return the answer to *request*, sent as of `send_with`."""
-        return send_with(session, request, [self])
-
-    def check(self, job: JobSpec) -> None:
-        """Raise `SpecError` where the code has not what *job* runs."""
-        from orc.orchestrator.engine.job_source import check_script
-
-        check_script(job, self._trees["code"])
+        self.progress, destination = progress, ServiceCluster(loaded.spec.cluster)
+        self._store: ContentStore = ContentStore(store_path(state_dir()))
+        self.code = job_source.take_code(self._store, loaded, progress, destination)
+        environment = job_source.take_environment(self._store, loaded, destination, progress)
+        self._trees = [self.code, *([environment] if environment else [])]
+        self.digests = Digests(self.code.digest, environment.digest if environment else None)
 
     def bundles(self, digests: Sequence[str]) -> list[Bundle]:
         """Return the manifests of those trees."""
-        return [bundle for bundle in self._trees.values() if bundle.digest in digests]
+        return [bundle for bundle in self._trees if bundle.digest in digests]
 
     def contents(self, bundle: Bundle) -> dict[str, Entry]:
         """Return the contents of a tree by hash."""
@@ -127,7 +104,7 @@ class LocalSnapshot:
         for entries, size in batches(wanted, limit):
             yield partial(_stream, [Content(entry.sha256, entry.size, sources[entry.path]) for entry in entries]), size
             done += sum(entry.size for entry in entries)
-            self._progress("upload", {"done": done, "bytes": total})
+            self.progress("upload", {"done": done, "bytes": total})
 
 
 def batches(entries: Iterable[Entry], limit: int) -> Iterator[tuple[list[Entry], int]]:
@@ -141,11 +118,9 @@ def batches(entries: Iterable[Entry], limit: int) -> Iterator[tuple[list[Entry],
     for entry in entries:
         cost = len(head_of(entry)) + entry.size
         if frame + cost > limit:
-            raise BundleError(
-                f"a file of {entry.size} bytes is more than the service takes in one upload ({limit} bytes)",
-                where=entry.path,
-                hint="exclude it in .orcignore or workdir.exclude and bring it to the cluster in another way",
-            )
+            what = f"a file of {entry.size} bytes is more than the service takes in one upload ({limit} bytes)"
+            hint = "exclude it in .orcignore or workdir.exclude and bring it to the cluster in another way"
+            raise BundleError(what, where=entry.path, hint=hint)
         if size + cost > limit:
             yield chosen, size
             chosen, size = [], frame

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from orc.launchers.attempts.records import LogChunk, LogSelector
 from orc.launchers.errors import BackendUnreachable, LaunchError
 from orc.launchers.secrets import resolve_secrets
-from orc.orchestrator.api.call import Digests, NewMember
+from orc.orchestrator.api.call import NewMember
 from orc.orchestrator.api.jobs import cancel_job, get_job, resubmit_job, submit_job
 from orc.orchestrator.clients.errors import NeedsLedger
 from orc.orchestrator.clients.http_session import HttpSession, log_content, new_key, request_of
@@ -95,14 +95,13 @@ class ServiceClient(JobsClient):
 
         Raises `ServiceUnreachable` where no answer came: the job may run; `jobs` will show it.
         """
-        from orc.orchestrator.clients.sending import LocalSnapshot, document
+        from orc.orchestrator.clients.sending import LocalSnapshot, send_with
 
-        progress, secrets = on_progress or silent, resolve_secrets(loaded.spec.secrets)  # before a file is read
-        snapshot = LocalSnapshot(loaded, progress)
-        progress("submit", {})
-        source, digests = str(loaded.source_path.absolute()), Digests(**snapshot.digests)
-        request = request_of(submit_job, document(loaded.spec), digests, source, secrets, new_key())
-        return snapshot.sent_with(self.session, request)
+        secrets = resolve_secrets(loaded.spec.secrets)  # before a file is read
+        snapshot = LocalSnapshot(loaded, on_progress or silent)
+        source, document = str(loaded.source_path.absolute()), loaded.spec.model_dump(mode="json")
+        request = request_of(submit_job, document, snapshot.digests, source, secrets, new_key())
+        return send_with(self.session, request, [snapshot])
 
     def resubmit(self, job_id: str, *, overrides: Sequence[str] = (), on_progress: Progress | None = None) -> JobView:
         """Submit a new job like *job_id*. The values of its secrets are looked up here, as at any submission."""
@@ -116,12 +115,13 @@ class ServiceClient(JobsClient):
         """Submit all members of a group, or none."""
         from orc.orchestrator.api.groups import submit_group
         from orc.orchestrator.clients.groups import snapshot_key
-        from orc.orchestrator.clients.sending import LocalSnapshot, document, send_with
+        from orc.orchestrator.clients.sending import LocalSnapshot, send_with
+        from orc.orchestrator.engine.job_source import check_script
 
         progress = on_progress or silent
         secrets = resolve_secrets(list(dict.fromkeys(name for spec in loaded.specs for name in spec.secrets)))
         snapshots: dict[str, LocalSnapshot] = {}
-        documents = [document(spec) for spec in loaded.specs]
+        documents = [spec.model_dump(mode="json") for spec in loaded.specs]
         first = documents[0]
         shared = {key: first[key] for key in first if all(each.get(key) == first[key] for each in documents)}
         members = []
@@ -129,11 +129,10 @@ class ServiceClient(JobsClient):
             key = snapshot_key(member.loaded.spec)
             if key not in snapshots:
                 snapshots[key] = LocalSnapshot(member.loaded, progress)
-            snapshots[key].check(member.loaded.spec)
+            check_script(member.loaded.spec, snapshots[key].code)
             own = {name: value for name, value in whole.items() if name not in shared}
-            digests = Digests(**snapshots[key].digests)
-            members.append(NewMember(member.number, digests, own, member.stage, dict(member.parameters)))
-        progress("submit", {})
+            digests, parameters = snapshots[key].digests, dict(member.parameters)
+            members.append(NewMember(member.number, digests, own, member.stage, parameters))
         request = request_of(
             submit_group, loaded.kind, loaded.name, members, loaded.max_parallel, str(loaded.source_path.absolute()),
             shared, secrets, new_key(),
@@ -163,21 +162,18 @@ class ServiceClient(JobsClient):
         on_progress: Progress | None = None,
     ) -> ScheduleView:
         """Submit a job again and again, from the snapshot that is taken now."""
-        from orc.orchestrator.api.schedules import create_schedule
-        from orc.orchestrator.clients.sending import LocalSnapshot, document
+        from orc.orchestrator.api.groups import create_schedule
+        from orc.orchestrator.clients.sending import LocalSnapshot, send_with
         from orc.orchestrator.engine.schedules import check
 
-        progress = on_progress or silent
         check(loaded.spec, cron, timezone)
         secrets = resolve_secrets(loaded.spec.secrets)
-        snapshot = LocalSnapshot(loaded, progress)
-        progress("submit", {})
+        snapshot = LocalSnapshot(loaded, on_progress or silent)
         request = request_of(
-            create_schedule, document(loaded.spec), Digests(**snapshot.digests), name or loaded.spec.name, cron,
-            timezone, missed=missed, overlap=overlap, source=str(loaded.source_path.absolute()), secrets=secrets,
-            idempotency_key=new_key(),
+            create_schedule, loaded.spec.model_dump(mode="json"), snapshot.digests, name or loaded.spec.name, cron,
+            timezone, missed, overlap, str(loaded.source_path.absolute()), secrets, new_key(),
         )  # fmt: skip
-        return snapshot.sent_with(self.session, request)
+        return send_with(self.session, request, [snapshot])
 
     def cancel(
         self,
@@ -194,8 +190,7 @@ class ServiceClient(JobsClient):
         unreached = {cluster: why for one in cancelled for cluster, why in one.unreachable.items()}
         if unreached and on_unreachable:
             on_unreachable(unreached)
-        return [JobView(**{name: value for name, value in vars(one).items() if name != "unreachable"})
-                for one in cancelled]  # fmt: skip
+        return [JobView(**{field.name: getattr(view, field.name) for field in fields(JobView)}) for view in cancelled]
 
     # -- looking at jobs
 

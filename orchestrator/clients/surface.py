@@ -50,7 +50,9 @@ class MetricsReader(Protocol):
 class JobsClient(ABC):
     """Client of a ledger (`Client`) or of a service (`ServiceClient`). All methods raise `LaunchError`.
 
-    The reference of the Python client (docs/reference/python-client.md) has examples.
+    The reference of the Python client (docs/reference/python-client.md) has examples. Where a method has them,
+    *on_progress* is called with steps (bytes hashed and sent, findings), and *grace_s* are the seconds between SIGTERM
+    and SIGKILL, by default the job's own.
     """
 
     session: Session  # where its calls are carried out
@@ -69,34 +71,16 @@ class JobsClient(ABC):
 
     @abstractmethod
     def submit(self, loaded: LoadedJob, *, on_progress: Progress | None = None) -> JobView:
-        """Submit a job, exactly once whatever happens to this process.
+        """Submit the job *loaded* (`orc.launchers.spec.load_job`), exactly once whatever happens to this process.
 
-        Args:
-            loaded: The job, from `orc.launchers.spec.load_job`.
-            on_progress: Called with each step: files read, bytes sent, findings.
-
-        Returns:
-            The job as it is now.
-
-        Raises:
-            LaunchError: The job certainly does not run.
+        Returns the job as it is now; *on_progress*: see `JobsClient`. Raises `LaunchError`: it certainly does not run.
         """
 
     @abstractmethod
     def resubmit(self, job_id: str, *, overrides: Sequence[str] = (), on_progress: Progress | None = None) -> JobView:
-        """Submit a new job like *job_id*, with *overrides* (``resources.nodes=4``) of its specification.
+        """Submit a new job like *job_id*, which stays as it is, with *overrides* as after ``--set``.
 
-        Args:
-            job_id: The old job, which stays as it is.
-            overrides: Changes, as after ``--set``.
-            on_progress: As of `submit`.
-
-        Returns:
-            The new job.
-
-        Raises:
-            JobNotFound: There is no such job.
-            SpecError: An override is wrong.
+        Returns the new job; *on_progress* as of `submit`. Raises `JobNotFound`, and `SpecError` for a wrong override.
         """
 
     @abstractmethod
@@ -107,73 +91,39 @@ class JobsClient(ABC):
         grace_s: float | None = None,
         on_unreachable: Callable[[Mapping[str, str]], None] | None = None,
     ) -> list[JobView]:
-        """Cancel jobs; those that have ended stay as they are.
+        """Cancel the jobs *job_ids*; those that have ended stay as they are.
 
-        Args:
-            job_ids: Ids of the jobs.
-            grace_s: Seconds between SIGTERM and SIGKILL; the jobs' own unless given.
-            on_unreachable: Called with the clusters that did not answer, and why; they are asked again by later passes.
-
-        Returns:
-            The jobs, in the order of *job_ids*.
-
-        Raises:
-            JobNotFound: There is no such job.
+        *on_unreachable* is called with the clusters that did not answer, and why; later passes ask them again. Returns
+        the jobs, in the order of *job_ids*. Raises `JobNotFound`. *grace_s*: see `JobsClient`.
         """
 
     @abstractmethod
     def submit_group(self, loaded: LoadedGroup, *, on_progress: Progress | None = None) -> GroupView:
-        """Submit all members of a group, or none.
+        """Submit all members of a sweep, an array or a pipeline (`orc.launchers.spec.groups.load_jobs`), or none.
 
-        Args:
-            loaded: A sweep, an array or a pipeline, from `orc.launchers.spec.groups.load_jobs`.
-            on_progress: As of `submit`.
-
-        Returns:
-            The group with its jobs.
-
-        Raises:
-            LaunchError: No member runs.
+        Returns the group *loaded* with its jobs; *on_progress* as of `submit`. Raises `LaunchError`: no member runs.
         """
 
     def groups(self, *, kinds: Sequence[str] = ("sweep", "array", "pipeline"), limit: int = 20) -> list[GroupView]:
-        """Return the newest groups of these kinds.
-
-        Args:
-            kinds: ``sweep``, ``array``, ``pipeline``.
-            limit: Number of groups at most.
-        """
+        """Return the newest groups of these *kinds*, *limit* of them at most."""
         from orc.orchestrator.api.groups import list_groups
 
         return list_groups(self.session, kind=tuple(kinds), limit=limit).groups
 
     def group(self, ref: str, *, kinds: Sequence[str] = (), metrics: bool = False) -> GroupView:
-        """Return a group and the newest job of each member.
+        """Return a group and the newest job of each member, with *metrics* also the last measurements of each.
 
-        Args:
-            ref: Its id, the unambiguous start of it, or ``@last``.
-            kinds: Only groups of these kinds; all unless given.
-            metrics: Also read the last measurements of each member.
-
-        Raises:
-            GroupNotFound: No group, or more than one, is meant.
+        *ref* is its id, the unambiguous start of it, or ``@last``; with *kinds* only groups of these are meant. Raises
+        `GroupNotFound` where no group, or more than one, is meant.
         """
         from orc.orchestrator.api.groups import get_group
 
         return get_group(self.session, ref, kind=tuple(kinds), metrics=metrics)
 
     def cancel_group(self, group_id: str, *, grace_s: float | None = None) -> GroupView:
-        """Cancel the members that have not ended.
+        """Cancel the members of the group *group_id* that have not ended; return the group after the call.
 
-        Args:
-            group_id: Id of the group.
-            grace_s: Seconds between SIGTERM and SIGKILL; the jobs' own unless given.
-
-        Returns:
-            The group after the call.
-
-        Raises:
-            GroupNotFound: There is no such group.
+        Raises `GroupNotFound`. *grace_s*: see `JobsClient`.
         """
         from orc.orchestrator.api.groups import cancel_group
 
@@ -181,16 +131,9 @@ class JobsClient(ABC):
 
     @abstractmethod
     def retry_group(self, group_id: str) -> GroupView:
-        """Submit the members that have ended without success once more.
+        """Submit the members of the group *group_id* that have ended without success once more.
 
-        Args:
-            group_id: Id of the group.
-
-        Returns:
-            The group after the call.
-
-        Raises:
-            GroupNotFound: There is no such group.
+        Returns the group after the call. Raises `GroupNotFound`.
         """
 
     @abstractmethod
@@ -205,7 +148,7 @@ class JobsClient(ABC):
         overlap: str = "skip",
         on_progress: Progress | None = None,
     ) -> ScheduleView:
-        """Submit a job again and again, from the snapshot that is taken now.
+        """Submit a job again and again, from the snapshot that is taken now. Returns the new schedule.
 
         Args:
             loaded: The job, from `orc.launchers.spec.load_job`.
@@ -216,48 +159,32 @@ class JobsClient(ABC):
             overlap: What happens while the job before still runs: ``skip`` or ``allow``.
             on_progress: As of `submit`.
 
-        Returns:
-            The new schedule.
-
         Raises:
             SpecError: One of the values is wrong.
         """
 
     def schedules(self) -> list[ScheduleView]:
         """Return all schedules, by name."""
-        from orc.orchestrator.api.schedules import list_schedules
+        from orc.orchestrator.api.groups import list_schedules
 
         return list_schedules(self.session).schedules
 
     def enable_schedule(self, schedule_id: str, *, enabled: bool) -> ScheduleView:
-        """Resume the schedule *schedule_id* where *enabled* is True, or pause it.
-
-        Returns:
-            The schedule after the call.
-        """
-        from orc.orchestrator.api.schedules import change_schedule
+        """Resume the schedule *schedule_id* where *enabled* is True, or pause it; return it after the call."""
+        from orc.orchestrator.api.groups import change_schedule
 
         return change_schedule(self.session, schedule_id, enabled=enabled)
 
     def delete_schedule(self, schedule_id: str) -> None:
         """Forget the schedule *schedule_id*; its jobs stay, and those that run go on."""
-        from orc.orchestrator.api.schedules import delete_schedule
+        from orc.orchestrator.api.groups import delete_schedule
 
         delete_schedule(self.session, schedule_id)
 
     def set_tags(self, job_id: str, tags: Mapping[str, str | None]) -> JobView:
-        """Set tags of a job; `None` removes one.
+        """Set *tags* of the job *job_id*; `None` removes one, others stay. Return the job after the call.
 
-        Args:
-            job_id: Id of the job.
-            tags: Values by their keys; other tags stay.
-
-        Returns:
-            The job with its tags after the call.
-
-        Raises:
-            JobNotFound: There is no such job.
-            SpecError: A tag is none that a job file could have.
+        Raises `JobNotFound`, and `SpecError` for a tag that no job file could have.
         """
         from orc.orchestrator.api.jobs import change_tags
 
@@ -265,14 +192,10 @@ class JobsClient(ABC):
 
     @abstractmethod
     def refresh(self, job_ids: Sequence[str] | None = None, *, patience_s: float = 0.0) -> Refreshed:
-        """Poll the clusters of jobs and store what they report.
+        """Poll the clusters of the jobs *job_ids* (of all live ones unless given) and store what they report.
 
-        Args:
-            job_ids: Ids of jobs; all live ones unless given.
-            patience_s: Seconds to wait for another process that is polling the same cluster.
-
-        Returns:
-            The clusters that did not answer.
+        For another process that is polling the same cluster it waits *patience_s* seconds. Returns the clusters that
+        did not answer.
         """
 
     @abstractmethod
@@ -294,20 +217,15 @@ class JobsClient(ABC):
         group: str | None = None,
         limit: int | None = 50,
     ) -> list[JobRow]:
-        """Return jobs, newest first.
+        """Return jobs, newest first: of one of these *states*, of this *name*, with all these *tags*, of this *group*.
 
-        Args:
-            states: Only those in one of these states.
-            name: Only those of this name.
-            tags: Only those with all these tags.
-            group: Only those of this sweep, array, pipeline or schedule.
-            limit: Number of jobs at most; `None` for all.
+        A group is a sweep, an array, a pipeline or a schedule. It is *limit* jobs at most, with `None` all.
         """
         from orc.orchestrator.api.jobs import list_jobs
 
         if states is not None and not states:
             return []
-        state = tuple(str(one) for one in states or ())
+        state = tuple(map(str, states or ()))
         tag = tuple(f"{key}={value}" for key, value in (tags or {}).items())
         rows: list[JobRow] = []
         cursor: str | None = None
@@ -340,27 +258,14 @@ class JobsClient(ABC):
         timeout_s: float | None = None,
         on_change: Callable[[JobView], None] | None = None,
     ) -> list[JobView]:
-        """Wait until all jobs have ended, *timeout_s* seconds at most.
+        """Wait until the jobs *job_ids* have ended, *timeout_s* seconds at most: without limit unless given.
 
-        Args:
-            job_ids: Ids of the jobs.
-            timeout_s: Seconds; no limit unless given.
-            on_change: Called with a job whenever its state changes.
-
-        Returns:
-            The jobs, in the order of *job_ids*; after the timeout some have not ended.
-
-        Raises:
-            JobNotFound: There is no such job.
+        *on_change* is called with a job whenever its state changes. Returns the jobs, in the order of *job_ids*; after
+        the timeout some have not ended. Raises `JobNotFound`.
         """
 
     def log_selectors(self, job_id: str, attempt: int | None = None) -> list[LogSelector]:
-        """Return the logs of an attempt that exist so far.
-
-        Args:
-            job_id: Id of the job.
-            attempt: Number of the attempt; the newest unless given.
-        """
+        """Return the logs of an *attempt* (by its number; the newest unless given) of *job_id* that exist so far."""
         from orc.orchestrator.api.logs import list_logs
 
         return list_logs(self.session, job_id, attempt).logs
@@ -369,16 +274,10 @@ class JobsClient(ABC):
     def read_log(
         self, job_id: str, selector: LogSelector, attempt: int | None = None, offset: int = 0
     ) -> Iterator[LogChunk]:
-        """Yield the content of one log as it is now, from *offset* on.
+        """Yield the content of one log of *job_id* as it is now, from the byte *offset* on.
 
-        Args:
-            job_id: Id of the job.
-            selector: The log: of a rank, a node or the launcher.
-            attempt: Number of the attempt; the newest unless given.
-            offset: Byte to begin with.
-
-        Raises:
-            LaunchError: There is no such log.
+        *selector* names the log: of a rank, a node or the launcher; *attempt* as of `log_selectors`. Raises
+        `LaunchError` where there is no such log.
         """
 
     def follow_log(
@@ -386,11 +285,7 @@ class JobsClient(ABC):
     ) -> Iterator[LogChunk]:
         """Yield the content of one log as it grows, until its attempt has ended.
 
-        Args:
-            job_id: Id of the job.
-            selector: The log: of a rank, a node or the launcher.
-            attempt: Number of the attempt; the newest unless given.
-            offset: Byte to begin with.
+        *job_id*, *selector*, *attempt* and *offset* are those of `read_log`.
         """
         while True:
             view = self.job(job_id)
@@ -411,10 +306,7 @@ class JobsClient(ABC):
     def log_file(self, job_id: str, selector: LogSelector, attempt: int | None = None) -> str | None:
         """Return the path of a log on this machine; `None` where it has to be read.
 
-        Args:
-            job_id: Id of the job.
-            selector: The log: of a rank, a node or the launcher.
-            attempt: Number of the attempt; the newest unless given.
+        *job_id*, *selector* and *attempt* are those of `read_log`.
         """
 
     @abstractmethod
@@ -424,12 +316,9 @@ class JobsClient(ABC):
     def notifications(
         self, *, job_id: str | None = None, states: Sequence[str] = (), limit: int = 100
     ) -> list[NotificationView]:
-        """Return the notifications that were sent, newest first.
+        """Return the notifications that were sent, newest first, *limit* at most.
 
-        Args:
-            job_id: Only those about this job.
-            states: Only those in one of ``due``, ``sent``, ``dead``.
-            limit: Number of notifications at most.
+        They are those about the job *job_id*, in one of the *states* ``due``, ``sent`` and ``dead``, where given.
         """
         from orc.orchestrator.api.insight import list_notifications
 
@@ -456,30 +345,23 @@ class JobsClient(ABC):
         since: float | None = None,
         until: float | None = None,
     ) -> dict[str, Any]:
-        """Return hours of nodes and GPUs, and what they cost.
+        """Return hours of nodes and GPUs, and what they cost: of the jobs *job_ids*, or of those of the user *owner*.
 
-        Args:
-            by: The grouping: ``job``, ``user``, ``project``, ``cluster``, ``day`` or ``tag:KEY``.
-            job_ids: Only these jobs.
-            owner: Only jobs of this user.
-            since: Only what ran after this time, in seconds since the epoch.
-            until: Only what ran before this time.
+        They are grouped *by* ``job``, ``user``, ``project``, ``cluster``, ``day`` or ``tag:KEY``. What ran before
+        *since* or after *until* (seconds since the epoch) is left out.
         """
         from orc.orchestrator.api.insight import add_up_costs
 
         if job_ids is not None and not job_ids:
             job_ids = [""]  # of no job
-        return add_up_costs(
-            self.session, by=by, job=tuple(job_ids or ()), owner=owner, since=since, until=until
-        ).to_dict()
+        found = add_up_costs(self.session, by=by, job=tuple(job_ids or ()), owner=owner, since=since, until=until)
+        return found.to_dict()
 
     @abstractmethod
     def entries(self, job_id: str, attempt: int | None = None) -> list[NodeEntry]:
-        """Return the ways to the nodes of an attempt. Raises `NeedsLedger` through a service.
+        """Return the ways to the nodes of an *attempt* (the newest unless given) of the job *job_id*.
 
-        Args:
-            job_id: Id of the job.
-            attempt: Number of the attempt; the newest unless given.
+        Raises `NeedsLedger` through a service.
         """
 
     @abstractmethod
@@ -487,7 +369,7 @@ class JobsClient(ABC):
         """Return the clusters with a queue of their own, and the errors of those that are configured wrongly."""
 
     def queue(self, cluster: str) -> QueueReport:
-        """Return a cluster's own queue, and our jobs in it."""
+        """Return a cluster's own queue, and our jobs in it: of *cluster*, by its name."""
         from orc.orchestrator.api.clusters import read_queue
 
         return read_queue(self.session, cluster)

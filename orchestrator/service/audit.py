@@ -16,8 +16,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.api.call import SAFE_METHODS
-from orc.orchestrator.api.rights import Principal
+from orc.orchestrator.api.call import SAFE_METHODS, Principal
 from orc.orchestrator.ledger import audit as rows
 from orc.orchestrator.service.auth import address_of
 from orc.orchestrator.service.context import Service, ServiceDep

@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from orc.orchestrator.api import access
 from orc.orchestrator.api.access import Me
-from orc.orchestrator.api.call import SAFE_METHODS
-from orc.orchestrator.api.rights import RIGHTS, Kind, Principal, Reader, shown_kinds
-from orc.orchestrator.api.schedules import Done
+from orc.orchestrator.api.call import RIGHTS, SAFE_METHODS, Kind, Principal, Reader, shown_kinds
+from orc.orchestrator.api.groups import Done
 from orc.orchestrator.client import Client, JobNotFound
 from orc.orchestrator.clients.errors import GroupNotFound
 from orc.orchestrator.ledger import groups, schedules

@@ -15,8 +15,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from orc.launchers.errors import SpecError
-from orc.orchestrator.api.call import SAFE_METHODS, Bounds, Call, Parameter
-from orc.orchestrator.api.rights import Principal, shows
+from orc.orchestrator.api.call import SAFE_METHODS, Bounds, Call, Parameter, Principal, shows
 from orc.orchestrator.api.session import Caller
 from orc.orchestrator.service.audit import note_subject
 from orc.orchestrator.service.auth import PrincipalDep, needs_role

@@ -1,1 +1,1 @@
-"""Commands: one module per sub-command of `orc`, each with a `command` attribute."""
+"""Commands: `orc NAME` is NAME_command of the module that `orc.orchestrator.cli.main.load` chooses."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -11,11 +12,10 @@ import click
 
 from orc.launchers.errors import LaunchError
 from orc.launchers.plugins import BACKENDS
-from orc.orchestrator.cli.options import cluster_argument, json_option
-from orc.orchestrator.cli.ui import output, reporting
+from orc.orchestrator.cli.invocation import cluster_argument, json_option
+from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.display import waiting
-from orc.orchestrator.cli.ui.output import echo
-from orc.orchestrator.cli.ui.reporting import finding_text
+from orc.orchestrator.cli.ui.output import echo, finding_text
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import HostReport, SupportsDiscovery
@@ -81,7 +81,7 @@ def _discover(
     if not as_json:
         echo(found.entry, nl=False)
     for finding in found.findings:
-        reporting.warn(finding)
+        output.warn(finding)
     if write:
         append(found.name, found.entry, file)
     if as_json:
@@ -96,11 +96,9 @@ def refuse_known(name: str, file: Path) -> None:
     from orc.launchers.spec.clusters import load_clusters
 
     if name in (load_clusters(file) if file.exists() else {"local"}):
-        raise LaunchError(
-            f"there is a cluster {name} already, and it stays as it is",
-            where=str(file),
-            hint="Give the new one another name with --name, or change the entry by hand.",
-        )
+        what = f"there is a cluster {name} already, and it stays as it is"
+        hint = "Give the new one another name with --name, or change the entry by hand."
+        raise LaunchError(what, where=str(file), hint=hint)
 
 
 def append(name: str, text: str, file: Path) -> None:
@@ -120,11 +118,8 @@ def append(name: str, text: str, file: Path) -> None:
         try:
             known = load_clusters(trial)
         except LaunchError as error:
-            raise LaunchError(
-                f"with the new entry the file could not be read any more: {error.what}",
-                where=str(file),
-                hint="Nothing was written; add the entry by hand.",
-            ) from None
+            what = f"with the new entry the file could not be read any more: {error.what}"
+            raise LaunchError(what, where=str(file), hint="Nothing was written; add the entry by hand.") from None
         if name not in known:
             raise LaunchError("the entry does not fit at the end of the file", where=str(file), hint="Add it by hand.")
         trial.replace(target)
@@ -137,18 +132,18 @@ def append(name: str, text: str, file: Path) -> None:
 @click.group("clusters", invoke_without_command=True)
 @json_option
 @click.pass_context
-def command(context: click.Context, as_json: bool) -> None:
+def clusters_command(context: click.Context, as_json: bool) -> None:
     """List, show, check and discover the clusters of clusters.yaml (and the built-in `local`)."""
     if context.invoked_subcommand is None:
         context.exit(_list(as_json))
     elif as_json:  # `orc clusters --json check lab` means the same as `orc clusters check lab --json`
-        context.default_map = {name: {"as_json": True} for name in command.commands}
+        context.default_map = {name: {"as_json": True} for name in clusters_command.commands}
 
 
-command.add_command(discover)
+clusters_command.add_command(discover)
 
 
-@command.command("list")
+@clusters_command.command("list")
 @json_option
 def list_command(as_json: bool) -> int:
     """List the clusters; entries that are wrong are shown with their errors, and the exit status is 1."""
@@ -167,7 +162,7 @@ def _list(as_json: bool) -> int:
     else:
         echo(output.table(("CLUSTER", "KIND", "ROOT"), [(c["name"], c["kind"], c["root"] or "?") for c in found]))
         for name, error in wrong.items():
-            echo(reporting.block({"what": f"{name}: {error.what}", "where": error.where, "do": error.hint}), err=True)
+            echo(output.block({"what": f"{name}: {error.what}", "where": error.where, "do": error.hint}), err=True)
         echo(f"\nclusters file: {clusters_file()}{'' if clusters_file().exists() else ' (does not exist)'}")
     return int(bool(wrong))
 
@@ -183,23 +178,17 @@ def _settings(cluster: Cluster) -> dict[str, Any]:
         return settings
 
 
-@command.command("show")
+@clusters_command.command("show")
 @cluster_argument
 @json_option
 def show_command(name: str, as_json: bool) -> None:
     """Show the settings of one cluster."""
     from orc.launchers.spec.clusters import get_cluster
 
-    settings = _settings(get_cluster(name))
-    if as_json:
-        output.echo_json(settings)
-        return
-    import yaml
-
-    echo(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip())
+    output.document(_settings(get_cluster(name)), "json" if as_json else "yaml")
 
 
-@command.command("check")
+@clusters_command.command("check")
 @cluster_argument
 @json_option
 def check_command(name: str, as_json: bool) -> int:
@@ -234,31 +223,19 @@ def _holders(cluster: str) -> dict[str, list[str]]:
 
 
 def _host_dict(host: HostReport) -> dict[str, Any]:
-    import dataclasses
-
-    data = dataclasses.asdict(host)
-    return {**data, "labels": list(host.labels), "findings": [finding_dict(finding) for finding in host.findings]}
+    labels, findings = list(host.labels), [finding_dict(finding) for finding in host.findings]
+    return {**asdict(host), "labels": labels, "findings": findings}
 
 
 def _host_table(hosts: Sequence[HostReport], holders: Mapping[str, Sequence[str]]) -> str:
     header = ("HOST", "REACHED", "USER", "PYTHON", "TORCH", "CPUS", "GPUS", "FREE DISK", "SLOTS", "LABELS", "HELD BY")
     rows = []
     for host in hosts:
-        told = (
-            (
-                host.user,
-                host.python,
-                host.torch or "-",
-                f"{host.cpus}",
-                f"{host.gpus}",
-                output.size(host.free_bytes),
-            )
-            if host.python
-            else ["-"] * 6
-        )
+        told = [*output.cells(host, "user python torch cpus gpus"), output.size(host.free_bytes)]
         held = ", ".join(holders.get(host.name, ())) or "-"
-        reached = "yes" if host.reached else "no"
-        rows.append((host.name, reached, *told, str(host.slots or "1 job"), ", ".join(host.labels) or "-", held))
+        reached, slots = "yes" if host.reached else "no", str(host.slots or "1 job")
+        about = told if host.python else ["-"] * 6
+        rows.append((host.name, reached, *about, slots, ", ".join(host.labels) or "-", held))
     return output.table(header, rows)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from orc.launchers.errors import LaunchError, SpecError
-from orc.orchestrator.cli.options import EITHER_SPELLING, json_option
+from orc.orchestrator.cli.invocation import EITHER_SPELLING, json_option
 from orc.orchestrator.cli.ui import questions
 from orc.orchestrator.cli.ui.output import echo, echo_json, echo_result, table
 
@@ -46,12 +46,8 @@ def _read(given: Path | None) -> AccelerateConfig:
 
 
 def _written(path: Path, values: dict[str, Any], as_json: bool, after: str = "") -> None:
-    if as_json:
-        echo_json({"file": str(path.absolute()), "values": values})
-        return
-    echo(f"configuration saved at {path}")
-    if after:
-        echo(after)
+    text = f"configuration saved at {path}" + (f"\n{after}" if after else "")
+    echo_result(as_json, {"file": str(path.absolute()), "values": values}, text)
 
 
 @click.group("config", invoke_without_command=True, context_settings=EITHER_SPELLING)
@@ -59,7 +55,7 @@ def _written(path: Path, values: dict[str, Any], as_json: bool, after: str = "")
 @_force_option
 @json_option
 @click.pass_context
-def command(ctx: click.Context, config_file: Path | None, force: bool, as_json: bool) -> None:
+def config_command(ctx: click.Context, config_file: Path | None, force: bool, as_json: bool) -> None:
     """Ask how to train on this machine, and write the configuration file that `orc launch` reads.
 
     The file is one of Hugging Face Accelerate: default_config.yaml below $HF_HOME/accelerate, or
@@ -68,7 +64,7 @@ def command(ctx: click.Context, config_file: Path | None, force: bool, as_json: 
     if ctx.invoked_subcommand is not None:
         before = {"config_file": config_file, "file": config_file, "force": force, "as_json": as_json}
         given = {name: value for name, value in before.items() if value}
-        ctx.default_map = dict.fromkeys(command.commands, given)
+        ctx.default_map = dict.fromkeys(config_command.commands, given)
         return
     from orc.launchers.accelerate.defaults import write_config
     from orc.launchers.accelerate.wizard import interview
@@ -98,7 +94,7 @@ def main() -> NoReturn:
     sys.exit(orc())
 
 
-@command.command(
+@config_command.command(
     "default", short_help="Write a file for this machine without asking.", context_settings=EITHER_SPELLING
 )
 @_file_option
@@ -124,7 +120,7 @@ def default_command(config_file: Path | None, mixed_precision: str, force: bool,
     _written(path, values, as_json)
 
 
-@command.command(
+@config_command.command(
     "update", short_help="Add the defaults that a file does not have yet.", context_settings=EITHER_SPELLING
 )
 @_file_option
@@ -140,7 +136,7 @@ def update_command(config_file: Path | None, as_json: bool) -> None:
     _written(config.path, values, as_json, f"added: {', '.join(added)}" if added else "nothing was missing")
 
 
-@command.command("show", short_help="Print the file that a launch reads.", context_settings=EITHER_SPELLING)
+@config_command.command("show", short_help="Print the file that a launch reads.", context_settings=EITHER_SPELLING)
 @_file_option
 @json_option
 def show_command(config_file: Path | None, as_json: bool) -> None:
@@ -157,7 +153,7 @@ def show_command(config_file: Path | None, as_json: bool) -> None:
         echo(f"note: {note}", err=True)
 
 
-@command.command(
+@config_command.command(
     "convert", short_help="Convert a file to job.yaml and clusters.yaml.", context_settings=EITHER_SPELLING
 )
 @click.argument("file", required=False, type=click.Path(path_type=Path))
@@ -175,7 +171,9 @@ def convert_command(file: Path | None, out: Path | None, script: str, name: str 
     made = convert(_read(file), script=script, name=name)
     files = _write_all(made, out) if out is not None else []
     if as_json:
-        _print_json(made, files)
+        notes = [{"key": note.key, "where": note.where, "text": note.text} for note in made.notes]
+        told = {"notes": notes, "remarks": list(made.config.notes), "files": [str(path.absolute()) for path in files]}
+        echo_json({"job": made.job, "clusters": made.clusters, **told})
         return
     if files:
         echo(f"wrote {', '.join(map(str, files))}")
@@ -185,10 +183,8 @@ def convert_command(file: Path | None, out: Path | None, script: str, name: str 
         clusters = f"ORC_CLUSTERS={out / 'clusters.yaml'} " if made.clusters else ""
         echo(f"next: put {script} into {out}, then {clusters}orc render {out / 'job.yaml'}")
         return
-    echo(made.job_text().rstrip("\n"))
-    if made.clusters:
-        echo("---")
-        echo(made.clusters_text().rstrip("\n"))
+    texts = [made.job_text(), *([made.clusters_text()] if made.clusters else [])]
+    echo("\n---\n".join(text.rstrip("\n") for text in texts))
 
 
 def examples() -> dict[str, Path]:
@@ -199,7 +195,9 @@ def examples() -> dict[str, Path]:
     return {path.name: path for path in sorted(root.iterdir()) if (path / "job.yaml").is_file()}
 
 
-@command.command("examples", short_help="List converted examples, or print one.", context_settings=EITHER_SPELLING)
+@config_command.command(
+    "examples", short_help="List converted examples, or print one.", context_settings=EITHER_SPELLING
+)
 @click.argument("name", required=False)
 @json_option
 def examples_command(name: str | None, as_json: bool) -> None:
@@ -207,13 +205,9 @@ def examples_command(name: str | None, as_json: bool) -> None:
     known = examples()
     if name is None:
         rows = [(key, *_facts(folder)) for key, folder in known.items()]
-        if as_json:
-            echo_json(
-                {"examples": [dict(zip(("name", "cluster", "size", "runtime"), row, strict=True)) for row in rows]}
-            )
-        else:
-            echo(table(("EXAMPLE", "CLUSTER", "NODES x PROCESSES", "RUNTIME"), rows))
-            echo("\norc config examples NAME prints one.")
+        told = {"examples": [dict(zip(("name", "cluster", "size", "runtime"), row, strict=True)) for row in rows]}
+        shown = table(("EXAMPLE", "CLUSTER", "NODES x PROCESSES", "RUNTIME"), rows)
+        echo_result(as_json, told, f"{shown}\n\norc config examples NAME prints one.")
         return
     if name not in known:
         from orc.launchers.spec.problems import nearest
@@ -227,16 +221,14 @@ def _facts(folder: Path) -> tuple[str, str, str]:
     """Return the kind of cluster, the size and the settings of the runtime of an example, each in a few words."""
     from orc.launchers.spec import source
 
-    job = source.parse(source.read_file(folder / "job.yaml", "job file"), str(folder)).data
-    clusters = folder / "clusters.yaml"
-    kind = "local"
-    if clusters.exists():
-        found = source.parse(source.read_file(clusters, "clusters file"), str(folder)).data
-        kind = next(iter(found.values()))["kind"]
+    found = {
+        file.stem: source.parse(source.read_file(file, "example"), str(file)).data for file in folder.glob("*.yaml")
+    }
+    job, (cluster,) = found["job"], found.get("clusters", {"": {"kind": "local"}}).values()
     resources, runtime = job.get("resources", {}), job.get("runtime", {})
     size = f"{resources.get('nodes', 1)} x {resources.get('procs_per_node', 'each device')}"
     words = [str(value) if key == "mixed_precision" else key for key, value in runtime.items()]
-    return kind, size, ", ".join(words) or "-"
+    return cluster["kind"], size, ", ".join(words) or "-"
 
 
 def _write_all(made: Conversion, folder: Path) -> list[Path]:
@@ -254,15 +246,3 @@ def _write_all(made: Conversion, folder: Path) -> list[Path]:
     except OSError as error:
         raise LaunchError(f"cannot write: {error.strerror}", where=str(error.filename or folder)) from None
     return list(texts)
-
-
-def _print_json(made: Conversion, files: list[Path]) -> None:
-    echo_json(
-        {
-            "job": made.job,
-            "clusters": made.clusters,
-            "notes": [{"key": note.key, "where": note.where, "text": note.text} for note in made.notes],
-            "remarks": list(made.config.notes),
-            "files": [str(path.absolute()) for path in files],
-        }
-    )

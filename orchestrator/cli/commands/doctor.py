@@ -1,22 +1,22 @@
-"""`orc doctor`: check everything a job depends on, with advice for what is wrong."""
+"""`orc doctor`: check everything a job depends on, or the hosts of one cluster, with advice for what is wrong."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.options import cluster_option_for, json_option
+from orc.orchestrator.cli.invocation import cluster_option_for, json_option
 from orc.orchestrator.cli.ui import output
-from orc.orchestrator.cli.ui.display import waiting
-from orc.orchestrator.cli.ui.output import duration, echo, size, style
+from orc.orchestrator.cli.ui.display import display, waiting
+from orc.orchestrator.cli.ui.output import duration, echo, echo_result, finding_text, size, style
 
 if TYPE_CHECKING:
     from orc.launchers.findings import Finding
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 FREE_WARNING, FREE_ERROR = 5 * 1000**3, 200 * 1000**2  # bytes
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """Line of the doctor's report."""
 
     name: str
@@ -35,8 +34,7 @@ class Check:
     do: str = ""
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """Kind of cluster: whether jobs can be sent to such clusters from this machine, and what is missing."""
 
     kind: str
@@ -69,9 +67,8 @@ def kinds() -> Iterator[Kind]:
         of_kind = {name: cluster for name, cluster in clusters.items() if cluster.kind == kind}
         if missing:
             extras = f"pip install 'orc-launch[{','.join(missing.values())}]'"
-            yield Kind(
-                kind, False, f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed here: {extras}"
-            )
+            are = "is" if len(missing) == 1 else "are"
+            yield Kind(kind, False, f"{', '.join(missing)} {are} not installed here: {extras}")
         elif kind == "slurm" and (lack := _missing_for_slurm(of_kind.values())):
             yield Kind(kind, False, lack)
         elif kind == "local":
@@ -118,16 +115,13 @@ def _devices() -> str:
 
     from orc.launchers.agent.gpus import gpu_count
 
-    gpus = gpu_count() or 0
-    return f"this machine, with torch {importlib.metadata.version('torch')}, GPUs: {gpus or 'none'}"
+    return f"this machine, with torch {importlib.metadata.version('torch')}, GPUs: {gpu_count() or 'none'}"
 
 
 def checks(deep: bool) -> Iterator[Check]:
     """All checks, in order. Each reports what goes wrong with itself, so that one broken thing hides no other."""
     for name, check in (
         ("python", _python),
-        ("torch", _torch),
-        ("git", _git),
         ("programs", _programs),
         ("state directory", _state),
         ("ledger", _ledger),
@@ -138,9 +132,9 @@ def checks(deep: bool) -> Iterator[Check]:
         yield from _guarded(name, check)
 
 
-def _guarded(name: str, check: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+def _guarded(name: str, check: Callable[..., Iterator[Check]], *arguments: Any) -> Iterator[Check]:
     try:
-        yield from check()
+        yield from check(*arguments)
     except LaunchError as error:
         where = f"{error.where}: " if error.where not in ("", name) else ""
         yield Check(name, "error", f"{where}{error.what}", error.hint)
@@ -149,42 +143,27 @@ def _guarded(name: str, check: Callable[[], Iterator[Check]]) -> Iterator[Check]
 
 
 def _python() -> Iterator[Check]:
-    version = ".".join(map(str, sys.version_info[:3]))
-    good = sys.version_info >= (3, 11)
-    yield Check(
-        "python", "ok" if good else "error", f"{version} at {sys.executable}", "" if good else "use 3.11 or newer"
-    )
-
-
-def _torch() -> Iterator[Check]:
     import importlib.metadata
 
-    if not _is_installed("torch"):
-        yield Check(
-            "torch",
-            "warning",
-            "not installed in this environment",
-            "needed here only for jobs on this machine: pip install 'orc-launch[runtime]'",
-        )
-        return
-    yield Check("torch", "ok", importlib.metadata.version("torch"))
-
-
-def _git() -> Iterator[Check]:
-    path = shutil.which("git")
-    if path:
-        yield Check("git", "ok", path)
+    yield Check("python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))} at {sys.executable}")
+    if _is_installed("torch"):
+        yield Check("torch", "ok", importlib.metadata.version("torch"))
     else:
-        yield Check("git", "warning", "not found", "without git, snapshots follow the ignore files by orc's own rules")
+        do = "needed here only for jobs on this machine: pip install 'orc-launch[runtime]'"
+        yield Check("torch", "warning", "not installed in this environment", do)
 
 
 def _programs() -> Iterator[Check]:
-    """Check the programs that clusters of each kind need on this machine."""
+    """Check git, and the programs that clusters of each kind need on this machine."""
     from orc.launchers.backends import backend_class
     from orc.launchers.plugins import BACKENDS
 
+    if path := shutil.which("git"):
+        yield Check("git", "ok", path)
+    else:
+        yield Check("git", "warning", "not found", "without git, snapshots follow the ignore files by orc's own rules")
     for kind in BACKENDS.kinds():
-        yield from _guarded(kind, lambda kind=kind: _programs_of(kind, backend_class(kind).programs))  # type: ignore[misc]
+        yield from _guarded(kind, lambda kind: _programs_of(kind, backend_class(kind).programs), kind)
 
 
 def _programs_of(kind: str, programs: tuple[str, ...]) -> Iterator[Check]:
@@ -212,13 +191,13 @@ def _state() -> Iterator[Check]:
     free = shutil.disk_usage(path).free
     level = "error" if free < FREE_ERROR else "warning" if free < FREE_WARNING else "ok"
     yield Check("state directory", level, f"{path}, {size(free)} free", "" if level == "ok" else "free some space")
-    crashes = sorted((path / "crashes").glob("*.txt"))
-    if crashes:
+    if crashes := sorted((path / "crashes").glob("*.txt")):
         yield Check("crash reports", "info", f"{len(crashes)}, the newest is {crashes[-1]}")
 
 
 def _ledger() -> Iterator[Check]:
     from orc.orchestrator.client import Client
+    from orc.orchestrator.engine.submission import unknown
 
     with Client() as client:
         jobs = client.jobs(limit=None)
@@ -231,40 +210,32 @@ def _ledger() -> Iterator[Check]:
                 return
         active = sum(job.ended_at is None for job in jobs)
         yield Check("ledger", "ok", f"{database.url}, jobs: {len(jobs)}, under way: {active}")
-        from orc.orchestrator.engine.submission import unknown
-
         if lost := unknown(client.workspace):
             what = f"jobs that have a directory and are not in it: {len(lost)}, the newest is {lost[-1].job.id}"
             yield Check("ledger", "warning", what, "orc adopt")
         if network := getattr(database, "network", None):
-            yield Check(
-                "ledger",
-                "info",
-                f"on {network}, a network file system: commands wait for each other (no WAL there)",
-                "point ORC_STATE_DIR to a local disk, or share a PostgreSQL ledger (ORC_LEDGER_URL)",
-            )
+            what = f"on {network}, a network file system: commands wait for each other (no WAL there)"
+            do = "point ORC_STATE_DIR to a local disk, or share a PostgreSQL ledger (ORC_LEDGER_URL)"
+            yield Check("ledger", "info", what, do)
 
 
 def _reconciler() -> Iterator[Check]:
-    import time
-
     from orc.orchestrator.client import Client
     from orc.orchestrator.engine import detached
 
     with Client(reconciler=False) as client:
-        state_dir, ledger = client.workspace.state_dir, client.workspace.ledger
-        process = detached.Lease(state_dir, ledger.database.url).holder()
+        log, ledger = client.workspace.state_dir / detached.LOG_NAME, client.workspace.ledger
+        process = detached.Lease(client.workspace.state_dir, ledger.database.url).holder()
         live = ledger.any_active()
     if process is not None:
         last = f"last pass {duration(time.time() - process.pass_at)} ago" if process.pass_at else "in its first pass"
         what = f"process {process.pid} on {process.host}, {last}, live jobs: {process.live}"
-        yield Check("reconciler", "ok", f"{what}, log {state_dir / detached.LOG_NAME}")
+        yield Check("reconciler", "ok", f"{what}, log {log}")
     elif detached.is_switched_off():
-        yield Check(
-            "reconciler", "info", f"switched off by {detached.VARIABLE}: `orc status` takes the steps that are due"
-        )
+        what = f"switched off by {detached.VARIABLE}: `orc status` takes the steps that are due"
+        yield Check("reconciler", "info", what)
     elif live:
-        do = f"any command that shows jobs starts one, like `orc list`; why it ended: {state_dir / detached.LOG_NAME}"
+        do = f"any command that shows jobs starts one, like `orc list`; why it ended: {log}"
         yield Check("reconciler", "warning", "none, although jobs are live", do)
     else:
         yield Check("reconciler", "ok", "none, as no job is live")
@@ -275,8 +246,9 @@ def _store(deep: bool) -> Iterator[Check]:
     from orc.launchers.snapshot.content_store import ContentStore
 
     store = ContentStore(state_dir() / "store")
-    digests = _digests(store.root / "trees")
-    findings: list[Finding] = [finding for digest in digests if deep for finding in store.verify(digest)]
+    trees = store.root / "trees"
+    digests = sorted(entry.name for entry in trees.iterdir() if entry.is_dir()) if trees.is_dir() else []
+    findings = [finding for digest in digests if deep for finding in store.verify(digest)]
     for finding in findings:
         yield Check("snapshots", finding.level, finding.what, finding.hint)
     if not findings:
@@ -301,21 +273,18 @@ def _of_no_job(digests: list[str]) -> int:
     return len(set(digests) - {digest for (text,) in rows for digest in json.loads(text).values()})
 
 
-def _digests(trees: Path) -> list[str]:
-    return sorted(entry.name for entry in trees.iterdir() if entry.is_dir()) if trees.is_dir() else []
-
-
 def _clusters() -> Iterator[Check]:
     from orc.launchers.spec.clusters import read_clusters
-    from orc.orchestrator.cli.commands.clusters import check
 
     clusters, wrong = read_clusters()
     for name in dict.fromkeys([*clusters, *wrong]):  # a bad entry shows as what is wrong with it
-        label = f"cluster {name}"
-        yield from _guarded(label, lambda name=name, label=label: _cluster(label, check(name)))  # type: ignore[misc]
+        yield from _guarded(f"cluster {name}", _cluster, name)
 
 
-def _cluster(label: str, findings: list[Finding]) -> Iterator[Check]:
+def _cluster(name: str) -> Iterator[Check]:
+    from orc.orchestrator.cli.commands.clusters import check
+
+    label, findings = f"cluster {name}", check(name)
     for finding in findings:
         where = f"{finding.where}: " if finding.where not in ("", label) else ""
         yield Check(label, finding.level, f"{where}{finding.what}", finding.hint)
@@ -330,7 +299,9 @@ def _cluster(label: str, findings: list[Finding]) -> Iterator[Check]:
 @click.option("--all", "every", is_flag=True, help="Show every check, also those without a finding.")
 @click.option("--exclude-bad", is_flag=True, help="With --cluster: keep jobs off the hosts found bad.")
 @json_option
-def command(deep: bool, cluster: str | None, network: bool, every: bool, exclude_bad: bool, as_json: bool) -> int:
+def doctor_command(
+    deep: bool, cluster: str | None, network: bool, every: bool, exclude_bad: bool, as_json: bool
+) -> int:
     """Show the kinds of cluster that this machine can send jobs to, and check their requirements.
 
     The checks: Python, torch, git, Slurm, the state directory, the ledger, the snapshots and the clusters.
@@ -338,18 +309,15 @@ def command(deep: bool, cluster: str | None, network: bool, every: bool, exclude
     whom, and how fast an all-reduce over all of them is. Exit status 1 when something is in error.
     """
     if cluster is not None:
-        from orc.orchestrator.cli.host_diagnostics import run
-
-        return run(cluster, network=network, exclude_bad=exclude_bad, as_json=as_json)
+        return _examine(cluster, network=network, exclude_bad=exclude_bad, as_json=as_json)
     if exclude_bad or not network:
         raise click.UsageError("--no-network and --exclude-bad need --cluster NAME", click.get_current_context())
-
     with waiting("checking this machine and the clusters"):
         found = list(checks(deep))
     failed = any(check.level == "error" for check in found)
     if as_json:
-        told = [asdict(kind) for kind in kinds()]
-        output.echo_json({"ok": not failed, "kinds": told, "checks": [asdict(check) for check in found]})
+        told = [kind._asdict() for kind in kinds()]
+        output.echo_json({"ok": not failed, "kinds": told, "checks": [check._asdict() for check in found]})
         return int(failed)
     lines = [(kind.kind, _answer("works" if kind.works else "missing"), kind.what) for kind in kinds()]
     echo(output.table(("KIND", "HERE", "CLUSTERS"), lines))
@@ -368,5 +336,81 @@ def command(deep: bool, cluster: str | None, network: bool, every: bool, exclude
 
 
 def _answer(word: str) -> str:
-    colours = {"ok": "green", "works": "green", "missing": "yellow", "warning": "yellow", "error": "red"}
-    return style(word, fg=colours.get(word))
+    colours = {"missing": "yellow", "warning": "yellow", "error": "red", "bad": "red", "info": None}
+    return style(word, fg=colours.get(word, "green"))
+
+
+# -- the hosts of one cluster, each alone and all together
+
+
+def _examine(name: str, *, network: bool, exclude_bad: bool, as_json: bool) -> int:
+    """Examine the cluster *name*, show what was found, and return the exit status. Raises `LaunchError`."""
+    from orc.launchers.backends import open_backend
+    from orc.launchers.backends.base import SupportsHostSurvey
+    from orc.launchers.hosts.diagnostics import diagnose_hosts
+    from orc.launchers.spec.clusters import get_cluster
+    from orc.orchestrator.cli.commands.clusters import check, findings_text
+
+    backend = open_backend(get_cluster(name))
+    if not isinstance(backend, SupportsHostSurvey):  # it has no list of hosts: the findings of the backend alone
+        with waiting(f"asking {name}"):
+            findings = check(name)
+        document = _document(name, findings)
+        echo_result(as_json, document, findings_text(findings) or f"{name}: nothing to complain about")
+        return int(not document["ok"])
+    with closing(backend), display(silent=as_json) as shown:
+        stores = backend.stores()
+        transports = {host: transport for host, (transport, _) in stores.roots.items()}
+        roots = {host: root for host, (_, root) in stores.roots.items()}
+        made = diagnose_hosts(transports, roots, stores.pythons, network=network, progress=shown.show)
+    if exclude_bad:
+        from orc.launchers.paths import state_dir
+        from orc.orchestrator.engine.placement import exclude
+
+        exclude(state_dir(), name, made.bad)
+    document = {**_document(name, made.findings), "hosts": made.hosts(), "bad": dict(made.bad)}
+    if as_json:
+        output.echo_json({**document, "excluded": dict(made.bad) if exclude_bad else None})
+        return int(not document["ok"])
+    header = ("", "HOST", "PYTHON", "TORCH", "GPUS", "CPUS", "FREE", "CLOCK", "ALL-REDUCE", "BANDWIDTH", "IN NODE")
+    echo("\n\n".join([output.table(header, list(map(_host_row, made.hosts()))), *map(finding_text, made.findings)]))
+    if exclude_bad:
+        names = ", ".join(made.bad)
+        echo(f"\nexcluded from placement: {names}" if names else "\nno host is excluded from placement")
+    return int(not document["ok"])
+
+
+def _document(cluster: str, findings: Sequence[Finding]) -> dict[str, Any]:
+    from orc.orchestrator.cli.commands.clusters import finding_dict
+
+    ok = not any(finding.level == "error" for finding in findings)
+    return {"cluster": cluster, "ok": ok, "findings": [finding_dict(finding) for finding in findings]}
+
+
+def _host_row(row: dict[str, Any]) -> tuple[str, ...]:
+    verdict = _answer("bad" if row["bad"] else "ok")
+    if "python" not in row:  # it says nothing about itself
+        return (verdict, row["host"], *["-"] * 9)
+    gpus = row["gpus"]
+    return (
+        verdict,
+        row["host"],
+        row["python"],
+        row["torch"] or "-",
+        f"{len(gpus)} {gpus[0]['name']}" if gpus else "-",
+        str(row["cpus"]),
+        size(row["free_bytes"]),
+        "ok" if abs(row["skew_s"]) < 1 else f"{row['skew_s']:+.0f} s",
+        f"{row['latency_us'] / 1000:.2f} ms" if "latency_us" in row else "-",
+        f"{row['all_reduce_mb_s']:.0f} MB/s" if "latency_us" in row else "-",
+        _in_node(row),
+    )
+
+
+def _in_node(row: dict[str, Any]) -> str:
+    """``341 of 478 GB/s``: of an all-reduce over all GPUs of the host, and what their links promise."""
+    measured, promised = row.get("node_all_reduce_mb_s"), row.get("node_promised")
+    if measured is None:
+        return "-"
+    most = f"of {promised['mb_s'] / 1000:.0f} " if promised else ""
+    return f"{measured / 1000:.0f} {most}GB/s"

@@ -1,4 +1,4 @@
-"""`orc env`: what to paste into an issue. Nothing of it is a secret; torch is asked in a process of its own."""
+"""Commands about this installation: `orc env`, `orc version`, `orc completion`, `orc schema`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.options import EITHER_SPELLING, json_option
-from orc.orchestrator.cli.ui.output import echo_result
+from orc.orchestrator.cli.invocation import EITHER_SPELLING, json_option
+from orc.orchestrator.cli.ui.output import echo_json, echo_result
 
 if TYPE_CHECKING:
-    from orc.launchers.accelerate.config_file import AccelerateConfig
+    from pydantic import BaseModel
+
 
 PACKAGES = (
     *("orc-launch", "torch", "numpy", "safetensors", "accelerate", "transformers", "datasets", "peft", "trl"),
@@ -53,7 +54,7 @@ print(json.dumps({
     "--config-file", type=click.Path(path_type=Path), metavar="FILE", help="Also show this Accelerate file's values."
 )
 @json_option
-def command(config_file: Path | None, as_json: bool) -> None:
+def env_command(config_file: Path | None, as_json: bool) -> None:
     """Print versions, platform, torch and its devices, clusters and configuration, for an issue.
 
     Names of hosts, values of most variables and credentials are left out.
@@ -67,7 +68,7 @@ def gather(config_file: Path | None) -> dict[str, Any]:
     from orc.launchers.paths import clusters_file, state_dir
 
     return {
-        "packages": versions(),
+        "packages": {name: version for name in PACKAGES if (version := installed(name))},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "platform": platform.platform(),
         "libc": " ".join(platform.libc_ver()),
@@ -80,17 +81,14 @@ def gather(config_file: Path | None) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Return the installed versions of the packages that matter here."""
+def installed(package: str) -> str | None:
+    """Return the version of an installed *package*; `None` where it is not installed."""
     import importlib.metadata
 
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def torch_facts() -> dict[str, Any] | None:
@@ -124,32 +122,23 @@ def _clusters() -> list[dict[str, str]] | str:
 
 
 def _accelerate(config_file: Path | None) -> dict[str, Any] | None:
-    """Return the Accelerate file in use and its values; texts that people make up are left out."""
+    """Return the Accelerate file in use and its values by their documented keys; texts are left out."""
     from orc.launchers.accelerate.config_file import find_default, read_config
 
-    if config_file is not None:
-        config = read_config(config_file)
-        return {"file": _tilde(config.path), "values": _harmless(config)}
     try:
-        path = find_default(os.environ)
+        path = config_file or find_default(os.environ)
         if path is None:
             return None
-        return {"file": _tilde(path), "values": _harmless(read_config(path))}
+        config = read_config(path)
     except LaunchError as error:
+        if config_file is not None:
+            raise
         return {"error": error.what}
-
-
-def _harmless(config: AccelerateConfig) -> dict[str, Any]:
-    """Return the values by their documented keys; switches, numbers and choices alone.
-
-    Texts may name accounts and hosts, and commands may hold passwords.
-    """
-    return {
-        str(one.option.key): one.value
-        if one.option.choices or not isinstance(one.value, (str, list, dict))
-        else "(set)"
-        for one in config.given.values()
-    }
+    values = {}
+    for given in config.given.values():  # texts may name accounts and hosts, and commands may hold passwords
+        harmless = given.option.choices or not isinstance(given.value, (str, list, dict))
+        values[str(given.option.key)] = given.value if harmless else "(set)"
+    return {"file": _tilde(config.path), "values": values}
 
 
 def _variables() -> dict[str, str]:
@@ -175,12 +164,12 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     elif "error" in torch:
         lines.append(f"- torch cannot be imported: {torch['error']}")
     else:
+        listed = {key: v if isinstance(v := torch[key], str) else ", ".join(v) for key in ("gpus", "backends")}
         version = torch["cuda"] or torch["hip"] or "none"
-        gpus = ", ".join(torch["gpus"]) if isinstance(torch["gpus"], list) else torch["gpus"]
         lines += [
             f"- CUDA of torch: {version}, cuDNN {torch['cudnn'] or 'none'}, NCCL {torch['nccl'] or 'none'}",
-            f"- GPUs: {gpus or 'none'}",
-            f"- backends: {', '.join(torch['backends']) if isinstance(torch['backends'], list) else torch['backends']}",
+            f"- GPUs: {listed['gpus'] or 'none'}",
+            f"- backends: {listed['backends']}",
         ]
     clusters = facts["clusters"]
     if not isinstance(clusters, str):
@@ -196,3 +185,73 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         lines += [f"    - {name}: {value}" for name, value in config["values"].items()]
     lines += [f"- {name}={value}" for name, value in facts["variables"].items()]
     return lines
+
+
+@click.command("version")
+@json_option
+def version_command(as_json: bool) -> None:
+    """Print the versions of orc, Python and torch (when torch is installed)."""
+    told = {"orc": installed("orc-launch"), "python": platform.python_version(), "torch": installed("torch")}
+    echo_result(as_json, told, "  ".join(f"{name} {version or 'not installed'}" for name, version in told.items()))
+
+
+_INSTALL = {
+    "bash": 'eval "$(orc completion bash)"            # in ~/.bashrc',
+    "zsh": 'eval "$(orc completion zsh)"             # in ~/.zshrc',
+    "fish": "orc completion fish | source             # in ~/.config/fish/config.fish",
+}
+
+
+@click.command("completion")
+@click.argument("shell", required=False, type=click.Choice(sorted(_INSTALL)))
+@json_option
+def completion_command(shell: str | None, as_json: bool) -> None:
+    """Print the completion script for SHELL (default: the login shell).
+
+    \b
+    eval "$(orc completion bash)"            # in ~/.bashrc
+    eval "$(orc completion zsh)"             # in ~/.zshrc
+    orc completion fish | source             # in ~/.config/fish/config.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    name = shell or PurePath(os.environ.get("SHELL", "bash")).name
+    completer = get_completion_class(name) if name in _INSTALL else None
+    if completer is None:
+        raise click.UsageError(f"no completion for {name!r}; there is {', '.join(sorted(_INSTALL))}")
+    # Not `source()`: for bash that starts a bash to look at its version.
+    instance = completer(click.get_current_context().find_root().command, {}, "orc", "_ORC_COMPLETE")
+    script = instance.source_template % instance.source_vars()
+    echo_result(as_json, {"shell": name, "script": script, "install": _INSTALL[name]}, script)
+
+
+@click.command("schema")
+@click.argument("kind", metavar="[job|clusters]", type=click.Choice(["job", "clusters"]), default="job")
+@json_option
+def schema_command(kind: str, as_json: bool) -> None:
+    """Print the JSON Schema of job.yaml, or of clusters.yaml; with it editors complete keys and mark mistakes.
+
+    \b
+    orc schema > job.schema.json        # and in job.yaml, at the top:
+    # yaml-language-server: $schema=job.schema.json
+    """
+    from orc.launchers.spec.json_schema import clusters_schema, job_schema
+
+    del as_json  # it is JSON anyway
+    echo_json(job_schema() if kind == "job" else clusters_schema(_options_models()))
+
+
+def _options_models() -> dict[str, type[BaseModel]]:
+    """Return the models of the options of clusters, of all kinds that have one, those of other packages included."""
+    from orc.launchers.backends import backend_class
+    from orc.launchers.plugins import BACKENDS
+
+    found = {}
+    for kind in BACKENDS.kinds():
+        try:
+            model = backend_class(kind).options_model
+        except LaunchError:  # of a package that cannot be loaded: the use of the kind says why
+            continue
+        if model is not None:
+            found[kind] = model
+    return found

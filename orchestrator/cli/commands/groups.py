@@ -1,4 +1,4 @@
-"""Commands of groups, shared by `orc sweep`, `orc array` and `orc pipeline`."""
+"""Commands of groups (`orc sweep`, `orc array`, `orc pipeline`) and of `orc schedule`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from typing import TYPE_CHECKING
 import click
 
 from orc.launchers.errors import LaunchError, SpecError
-from orc.orchestrator.cli.options import (
+from orc.orchestrator.cli.invocation import (
+    ask_clusters,
+    check_job,
+    check_jobs,
     cluster_option,
     job_file_argument,
     json_option,
+    open_client,
     refresh_option,
     set_option,
     yes_option,
 )
-from orc.orchestrator.cli.session import check_jobs, open_client
-from orc.orchestrator.cli.session import refresh as ask_clusters
 from orc.orchestrator.cli.ui.display import submission_progress, waiting
-from orc.orchestrator.cli.ui.output import clock, echo, echo_json, echo_result, listing, state, table
-from orc.orchestrator.cli.ui.reporting import of_states
+from orc.orchestrator.cli.ui.output import cells, clock, echo, echo_json, echo_result, listing, of_states, state, table
 
 if TYPE_CHECKING:
     from orc.launchers.spec.groups import LoadedGroup, Member
-    from orc.orchestrator.views import GroupView, MemberView
+    from orc.orchestrator.clients.surface import JobsClient
+    from orc.orchestrator.views import GroupView, MemberView, ScheduleView
+
 
 _METRICS = ("loss", "accuracy")  # shown without being asked for, as far as there are any
 
@@ -47,27 +50,30 @@ def submit_group(loaded: LoadedGroup, *, reconciler: bool, yes: bool, as_json: b
 
 def preview(loaded: LoadedGroup, *, as_json: bool) -> None:
     """Print the jobs that a group would become."""
-    limit = f", {loaded.max_parallel} at a time" if loaded.max_parallel else ""
+    members = [(member, member.loaded.spec) for member in loaded.members]
     if as_json:
-        members = [
-            {"index": m.number, "stage": m.stage or None, "parameters": dict(m.parameters),
-             "job": m.loaded.spec.model_dump(mode="json")}
-            for m in loaded.members
-        ]  # fmt: skip
-        echo_json({"kind": loaded.kind, "name": loaded.name, "max_parallel": loaded.max_parallel, "members": members})
+        found = [
+            {
+                "index": m.number,
+                "stage": m.stage or None,
+                "parameters": dict(m.parameters),
+                "job": spec.model_dump(mode="json"),
+            }
+            for m, spec in members
+        ]
+        echo_json({"kind": loaded.kind, "name": loaded.name, "max_parallel": loaded.max_parallel, "members": found})
         return
-    echo(f"# {loaded.kind} {loaded.name}: {len(loaded.members)} jobs{limit}; --member INDEX shows the plan of one")
+    limit = f", {loaded.max_parallel} at a time" if loaded.max_parallel else ""
+    echo(f"# {loaded.kind} {loaded.name}: {len(members)} jobs{limit}; --member INDEX shows the plan of one")
     if loaded.kind == "pipeline":
-        rows = [
-            (m.stage, m.loaded.spec.name, m.loaded.spec.cluster,
-             ", ".join([*m.loaded.spec.depends_on, *m.loaded.spec.inputs.values()]) or "-")
-            for m in loaded.members
-        ]  # fmt: skip
-        echo(table(("STAGE", "NAME", "CLUSTER", "AFTER"), rows))
-        return
-    keys = list(dict.fromkeys(key for m in loaded.members for key in m.parameters))
-    lines = [(str(m.number), m.loaded.spec.name, *(m.parameters.get(key, "-") for key in keys)) for m in loaded.members]
-    echo(table(("INDEX", "NAME", *keys), lines))
+        header = ["STAGE", "NAME", "CLUSTER", "AFTER"]
+        after = [", ".join([*spec.depends_on, *spec.inputs.values()]) or "-" for _, spec in members]
+        rows = [[m.stage, spec.name, spec.cluster, what] for (m, spec), what in zip(members, after, strict=True)]
+    else:
+        keys = list(dict.fromkeys(key for m, _ in members for key in m.parameters))
+        header = ["INDEX", "NAME", *keys]
+        rows = [[str(m.number), spec.name, *(m.parameters.get(key, "-") for key in keys)] for m, spec in members]
+    echo(table(header, rows))
 
 
 def chosen_member(loaded: LoadedGroup, which: str) -> Member:
@@ -80,10 +86,18 @@ def chosen_member(loaded: LoadedGroup, which: str) -> Member:
     return named[which]
 
 
+def _counts(view: GroupView) -> str:
+    return ", ".join(f"{count} {state}" for state, count in view.counts.items())
+
+
 def _summary(view: GroupView) -> str:
-    counts = ", ".join(f"{count} {state}" for state, count in view.counts.items())
     limit = f", {view.max_parallel} at a time" if view.max_parallel else ""
-    return f"{view.kind} {view.id}: {len(view.members)} jobs{limit}; {counts}"
+    return f"{view.kind} {view.id}: {len(view.members)} jobs{limit}; {_counts(view)}"
+
+
+def _measured(view: GroupView) -> list[str]:
+    """Return the names of what any member has measured."""
+    return list(dict.fromkeys(name for member in view.members for name in member.metrics))
 
 
 def group_command(kind: str, what: str) -> click.Group:
@@ -102,12 +116,7 @@ def group_command(kind: str, what: str) -> click.Group:
     @yes_option
     @json_option
     def submit(
-        job_file: str,
-        cluster: str | None,
-        overrides: tuple[str, ...],
-        max_parallel: int | None,
-        yes: bool,
-        as_json: bool,
+        job_file: str, cluster: str | None, overrides: tuple[str, ...], max_parallel: int | None, **how: bool
     ) -> int:
         from orc.launchers.spec.groups import LoadedGroup
 
@@ -116,17 +125,14 @@ def group_command(kind: str, what: str) -> click.Group:
         if not isinstance(loaded, LoadedGroup) or loaded.kind != kind:
             found = loaded.kind if isinstance(loaded, LoadedGroup) else "single job"
             raise SpecError(f"describes a {found}, not a {kind}", where=job_file, hint="`orc submit` takes all of them")
-        return submit_group(loaded, reconciler=True, yes=yes, as_json=as_json)
+        return submit_group(loaded, reconciler=True, **how)
 
     @command.command("list", help=f"List the newest groups of this kind: {kind}.")
     @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Largest number of lines.")
     @json_option
     def list_(limit: int, as_json: bool) -> None:
         found = open_client().groups(kinds=(kind,), limit=limit)
-        rows = [
-            (v.id, v.name, str(len(v.members)), ", ".join(f"{n} {s}" for s, n in v.counts.items()), clock(v.created_at))
-            for v in found
-        ]
+        rows = [[v.id, v.name, str(len(v.members)), _counts(v), clock(v.created_at)] for v in found]
         header = ("ID", "NAME", "JOBS", "STATES", "CREATED")
         listing(as_json, {"groups": [view.to_dict() for view in found]}, header, rows)
 
@@ -144,10 +150,8 @@ def group_command(kind: str, what: str) -> click.Group:
         if as_json:
             echo_json(view.to_dict())
             return
-        measured = {member.job.id: member.metrics for member in view.members}
         echo(_summary(view))
-        names = wanted or [name for name in _METRICS if any(name in values for values in measured.values())]
-        echo(_members(view, view.members, [(name, {j: v.get(name) for j, v in measured.items()}) for name in names]))
+        echo(_members(view, view.members, wanted or [name for name in _METRICS if name in _measured(view)]))
 
     @command.command("best", help="Show the jobs of the group in the order of a metric, the best first.")
     @argument
@@ -159,19 +163,14 @@ def group_command(kind: str, what: str) -> click.Group:
         from orc.launchers.spec.problems import choose
 
         view = open_client().group(group, kinds=(kind,), metrics=True)
-        measured = {member.job.id: member.metrics for member in view.members}
-        found = [member for member in view.members if metric in measured[member.job.id]]
+        found = [member for member in view.members if metric in member.metrics]
         if not found:
-            names = list(dict.fromkeys(name for values in measured.values() for name in values))
-            hint = f"{metric!r} was measured by none of them" + (choose(metric, names) if names else "; nothing was")
-            raise LaunchError(hint, where=view.id, hint="metrics are what orc.runtime measures: `orc metrics JOB`")
-        found.sort(key=lambda member: measured[member.job.id][metric], reverse=largest)
-        found = found[:limit]
-        echo_result(
-            as_json,
-            {"id": view.id, "metric": metric, "members": [member.to_dict() for member in found]},
-            _members(view, found, [(metric, {m.job.id: measured[m.job.id].get(metric) for m in found})]),
-        )
+            names = _measured(view)
+            what = f"{metric!r} was measured by none of them" + (choose(metric, names) if names else "; nothing was")
+            raise LaunchError(what, where=view.id, hint="metrics are what orc.runtime measures: `orc metrics JOB`")
+        found = sorted(found, key=lambda member: member.metrics[metric], reverse=largest)[:limit]
+        document = {"id": view.id, "metric": metric, "members": [member.to_dict() for member in found]}
+        echo_result(as_json, document, _members(view, found, [metric]))
 
     @command.command("cancel", help="Stop all jobs of the group that have not ended.")
     @argument
@@ -203,29 +202,132 @@ def _report(view: GroupView, *, as_json: bool) -> None:
     echo_result(as_json, view.to_dict(), _summary(view))
 
 
-def _members(
-    view: GroupView, members: Sequence[MemberView], columns: Sequence[tuple[str, dict[str, float | None]]]
-) -> str:
+def _members(view: GroupView, members: Sequence[MemberView], metrics: Sequence[str]) -> str:
     keys = view.keys
     staged = any(member.stage for member in members)
-    header = ("STAGE" if staged else "INDEX", *keys, "STATE", *(name.upper() for name, _ in columns), "JOB", "REASON")
+    header = ("STAGE" if staged else "INDEX", *keys, "STATE", *(name.upper() for name in metrics), "JOB", "REASON")
     rows = []
     for member in members:
+        parameters = [member.parameters.get(key, "-") for key in keys]
+        values = [f"{member.metrics[name]:.4g}" if name in member.metrics else "-" for name in metrics]
         job = member.job
-        values = (values.get(job.id) for _, values in columns)
-        rows.append(
-            (
-                member.stage or str(member.index),
-                *(member.parameters.get(key, "-") for key in keys),
-                state(job.state),
-                *("-" if value is None else f"{value:.4g}" for value in values),
-                job.id,
-                job.reason,
-            )
-        )
+        rows.append([member.stage or str(member.index), *parameters, state(job.state), *values, job.id, job.reason])
     return table(header, rows)
 
 
-sweep = group_command("sweep", "Jobs of one file with different values of some keys.")
-array = group_command("array", "Jobs of one file that differ in a number.")
-pipeline = group_command("pipeline", "Jobs of one file that wait for each other and pass files on.")
+sweep_command = group_command("sweep", "Jobs of one file with different values of some keys.")
+array_command = group_command("array", "Jobs of one file that differ in a number.")
+pipeline_command = group_command("pipeline", "Jobs of one file that wait for each other and pass files on.")
+
+
+schedule_argument = click.argument("schedule", metavar="SCHEDULE")
+
+
+@click.group("schedule")
+def schedule_command() -> None:
+    """Submit a job again and again, by the clock."""
+
+
+@schedule_command.command("create")
+@click.argument("cron", metavar="CRON")
+@job_file_argument
+@cluster_option
+@set_option
+@click.option("--name", help="Name of the schedule. [default: the job's name]")
+@click.option("--timezone", default="UTC", show_default=True, metavar="ZONE", help="An IANA name.")
+@click.option(
+    "--missed", type=click.Choice(["skip", "run_once"]), default="skip", show_default=True,
+    help="After times at which nothing of orc ran: submit nothing, or one job for all of them.",
+)  # fmt: skip
+@click.option(
+    "--overlap", type=click.Choice(["allow", "skip"]), default="skip", show_default=True,
+    help="If the last job has not ended at a time: skip the time, or submit another job.",
+)  # fmt: skip
+@yes_option
+@json_option
+def create_schedule_command(
+    cron: str,
+    job_file: str,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    name: str | None,
+    yes: bool,
+    as_json: bool,
+    **when: str,
+) -> None:
+    """Submit the job in JOB.yaml (./job.yaml unless given) whenever CRON is due: five fields, like '0 3 * * mon-fri'.
+
+    The schedule keeps the snapshot of now. Later changes of the code need another schedule.
+    """
+    from orc.orchestrator.engine.cron import check
+
+    check(cron, when["timezone"])
+    loaded = check_job(job_file, overrides, cluster)
+    with submission_progress(silent=as_json, yes=yes) as on_progress:
+        view = open_client().create_schedule(loaded, cron, name=name or "", on_progress=on_progress, **when)
+    _report_schedule(view, as_json=as_json)
+
+
+@schedule_command.command("list")
+@json_option
+def list_schedules_command(as_json: bool) -> None:
+    """List the schedules: when each is due next, and its last job."""
+    found = open_client().schedules()
+    rows = [[*cells(v, "id name cron timezone"), _next(v), *cells(v, "missed overlap last_job")] for v in found]
+    header = ("ID", "NAME", "CRON", "TIME ZONE", "NEXT", "MISSED", "OVERLAP", "LAST JOB")
+    listing(as_json, {"schedules": [view.to_dict() for view in found]}, header, rows)
+
+
+@schedule_command.command("pause")
+@schedule_argument
+@json_option
+def pause_command(schedule: str, as_json: bool) -> None:
+    """Submit nothing until the schedule is resumed; running jobs go on."""
+    _change(schedule, enabled=False, as_json=as_json)
+
+
+@schedule_command.command("resume")
+@schedule_argument
+@json_option
+def resume_command(schedule: str, as_json: bool) -> None:
+    """Go on with a paused schedule; times in the pause stay skipped."""
+    _change(schedule, enabled=True, as_json=as_json)
+
+
+@schedule_command.command("delete")
+@schedule_argument
+@json_option
+def delete_command(schedule: str, as_json: bool) -> None:
+    """Delete a schedule; its jobs stay, and running jobs go on."""
+    client, schedule_id = _chosen(schedule)
+    client.delete_schedule(schedule_id)
+    echo_result(as_json, {"deleted": schedule_id}, f"deleted {schedule_id}")
+
+
+def _chosen(schedule: str) -> tuple[JobsClient, str]:
+    """Return the client, and the id of the schedule that is meant. Raises `LaunchError`."""
+    from orc.orchestrator.engine.schedules import chosen
+
+    client = open_client()
+    return client, chosen(client.schedules(), schedule).id
+
+
+def _change(schedule: str, *, enabled: bool, as_json: bool) -> None:
+    client, schedule_id = _chosen(schedule)
+    _report_schedule(client.enable_schedule(schedule_id, enabled=enabled), as_json=as_json)
+
+
+def _report_schedule(view: ScheduleView, *, as_json: bool) -> None:
+    if as_json:
+        echo_json(view.to_dict())
+    else:
+        echo(view.id)
+        echo(f"next: {_next(view)}", err=True)
+
+
+def _next(view: ScheduleView) -> str:
+    from orc.orchestrator.engine.cron import shown
+
+    if not view.enabled:
+        return "paused"
+    return shown(view.next_at, view.timezone) if view.next_at is not None else "-"

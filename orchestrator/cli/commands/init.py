@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.options import json_option
-from orc.orchestrator.cli.ui.output import echo, echo_json, table
+from orc.orchestrator.cli.invocation import json_option
+from orc.orchestrator.cli.ui.output import echo, echo_json, echo_result, table
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -81,11 +81,8 @@ def copy(source: Path, target: Path) -> list[str]:
     if target.exists() and not target.is_dir():
         raise LaunchError("there is a file of that name", where=str(target), hint="choose another directory")
     if taken := [str(file) for file in files_made if (target / file).exists()]:
-        raise LaunchError(
-            f"would overwrite {', '.join(taken)}; nothing was written",
-            where=str(target),
-            hint="choose another directory: orc init STARTER DIR",
-        )
+        what = f"would overwrite {', '.join(taken)}; nothing was written"
+        raise LaunchError(what, where=str(target), hint="choose another directory: orc init STARTER DIR")
     made: list[Path] = []
     try:
         for file in files:
@@ -101,9 +98,8 @@ def copy(source: Path, target: Path) -> list[str]:
     except OSError as error:
         for path in reversed(made):
             path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
-        raise LaunchError(
-            f"cannot write: {error.strerror}", where=str(error.filename or target), hint="choose another directory"
-        ) from None
+        what, where = f"cannot write: {error.strerror}", str(error.filename or target)
+        raise LaunchError(what, where=where, hint="choose another directory") from None
     return [str(file) for file in files_made]
 
 
@@ -127,17 +123,16 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _list(known: dict[str, Path]) -> None:
-    rows = [(n, duration(p), ", ".join(needs(p)) or "nothing", description(p)) for n, p in known.items()]
-    header, *lines = table(("STARTER", "TAKES", "NEEDS", "WHAT IT SHOWS"), rows).splitlines()
-    echo(header)
+def _listing(found: Sequence[Mapping[str, Any]]) -> str:
+    rows = [(s["name"], s["takes"], ", ".join(s["needs"]) or "nothing", s["description"]) for s in found]
+    shown, *lines = table(("STARTER", "TAKES", "NEEDS", "WHAT IT SHOWS"), rows).splitlines()
     heading = None
-    for folder, line in zip(known.values(), lines, strict=True):
-        if group(folder) != heading:
-            heading = group(folder)
-            echo(f"\n{heading}:")
-        echo(line)
-    echo("\nTimes are those of two processes on two CPU cores. `orc init STARTER [DIRECTORY]` copies one.")
+    for starter, line in zip(found, lines, strict=True):
+        if starter["group"] != heading:
+            heading = starter["group"]
+            shown += f"\n\n{heading}:"
+        shown += f"\n{line}"
+    return f"{shown}\n\nTimes are those of two processes on two CPU cores. `orc init STARTER [DIRECTORY]` copies one."
 
 
 def _missing(folder: Path) -> list[str]:
@@ -159,18 +154,15 @@ def _complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> 
 @click.argument("directory", required=False, type=click.Path(path_type=Path))
 @click.option("--list", "listed", is_flag=True, help="List the starters, as without arguments.")
 @json_option
-def command(starter: str | None, directory: Path | None, listed: bool, as_json: bool) -> None:
+def init_command(starter: str | None, directory: Path | None, listed: bool, as_json: bool) -> None:
     """Copy STARTER to DIRECTORY (default: a new directory of its name). Without arguments, list the starters."""
     known = starters()
     if starter is None or listed:
-        if as_json:
-            found = [
-                {"name": n, "group": group(p), "description": description(p), "takes": duration(p), "needs": needs(p)}
-                for n, p in known.items()
-            ]
-            echo_json({"starters": found})
-        else:
-            _list(known)
+        found = [
+            {"name": n, "group": group(p), "description": description(p), "takes": duration(p), "needs": needs(p)}
+            for n, p in known.items()
+        ]
+        echo_result(as_json, {"starters": found}, _listing(found))
         return
     if starter not in known:
         raise LaunchError(f"no starter {starter!r}", hint=f"there are: {', '.join(known)}")

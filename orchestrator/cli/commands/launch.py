@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from orc.launchers.accelerate.keys import FLAGS, GROUPS, OPTIONS, Option
 from orc.launchers.errors import LaunchError, SpecError
-from orc.orchestrator.cli.options import EITHER_SPELLING, SECONDS, json_option
+from orc.orchestrator.cli.invocation import EITHER_SPELLING, SECONDS, Parsed, json_option
 from orc.orchestrator.cli.ui.output import echo, echo_json, stdout_to_stderr
 
 if TYPE_CHECKING:
@@ -22,18 +24,18 @@ if TYPE_CHECKING:
     from orc.launchers.foreground.launch import LocalLaunch
 
 
-class _Checked(click.ParamType[Any]):
+class _Checked(Parsed):
     """Value that the table of documented options parses."""
 
     def __init__(self, option: Option) -> None:
+        super().__init__("text", self._parse)
         self.option = option
-        self.name = "text"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def _parse(self, text: str) -> Any:
         try:
-            return self.option.parse(value)
+            return self.option.parse(text)
         except ValueError as error:
-            return self.fail(f"{value!r}: {error}", param, ctx)
+            raise ValueError(f"{text!r}: {error}") from None
 
     def shell_complete(self, _ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Return the choices that begin with what is there."""
@@ -150,8 +152,6 @@ def _file_values(path: str | None) -> tuple[dict[str, Any], str]:
 
 def _through_mpirun(request: LocalLaunch, values: Values, nproc: int | None) -> None:
     """Become mpirun, but in a process that mpirun has started."""
-    from dataclasses import replace
-
     from orc.launchers.accelerate.merge import variables
     from orc.launchers.foreground import mpirun
 
@@ -160,25 +160,21 @@ def _through_mpirun(request: LocalLaunch, values: Values, nproc: int | None) -> 
     if nproc is not None:
         raise LaunchError("-n is the number of processes here; with --mpirun_hostfile it is --num_processes")
     env = {**variables(values), **request.env}
-    mpirun.start(
-        replace(request, env=env, module=values.on("module"), no_python=values.on("no_python")), values, os.environ
-    )
+    request = replace(request, env=env, module=values.on("module"), no_python=values.on("no_python"))
+    mpirun.start(request, values, os.environ)
 
 
 _OF_TORCHRUN = ("rdzv_backend", "rdzv_conf", "monitor_interval")
 
 
-def _through_torchrun(request: LocalLaunch, values: Values, as_json: bool) -> None:
-    """Become torchrun where *values* need it."""
-    from orc.launchers.foreground import torchrun
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """A block whose errors are those of the command line."""
+    from orc.runtime.core.config import ConfigError
 
-    if not torchrun.wanted(request, values):
-        return
-    if as_json:
-        raise click.UsageError("--json does not work with torchrun, which these rendezvous settings need")
     try:
-        torchrun.start(request, values)
-    except LaunchError as error:
+        yield
+    except (LaunchError, ConfigError) as error:
         raise click.UsageError(str(error), click.get_current_context()) from None
 
 
@@ -190,56 +186,32 @@ def _elsewhere(options: dict[str, Any], file: dict[str, Any]) -> str | None:
     from orc.launchers.accelerate.merge import trains_with_deepspeed
     from orc.launchers.accelerate.remote_launch import place_of
 
-    try:
-        return place_of({**file, **_said(options)}, trains_with_deepspeed(options, file))
-    except LaunchError as error:
-        raise click.UsageError(str(error), click.get_current_context()) from None
+    return place_of({**file, **_said(options)}, trains_with_deepspeed(options, file))
 
 
 def _said(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value not in (None, False)}
 
 
-def _launch_elsewhere(
-    place: str,
-    program: tuple[str, ...],
-    options: dict[str, Any],
-    file: dict[str, Any],
-    own: dict[str, Any],
-    where: str,
-    as_json: bool,
-) -> int:
-    """Run the launch as a job on other machines, and return its exit status."""
+def _job_elsewhere(
+    place: str, request: LocalLaunch, options: dict[str, Any], file: dict[str, Any], own: dict[str, Any], where: str
+) -> JobOfLaunch:
+    """Return the job that a launch on other machines becomes."""
     from orc.launchers.accelerate import remote_launch
     from orc.launchers.accelerate.merge import Values
-    from orc.launchers.foreground.launch import LocalLaunch, interpreter_flags
 
     given = _said(options)
     keys = {name: given.pop(name, None) for name in remote_launch.CREDENTIALS}
-    runtime = {name: own[name] for name in ("seed", "stand_in") if own[name] not in (None, ())}
-    if "stand_in" in runtime:
-        runtime["stand_in"] = ",".join(runtime["stand_in"])
-    try:
-        if any(keys.values()) and (place != remote_launch.SAGEMAKER or file.get("profile")):
-            raise LaunchError(
-                "--aws_access_key_id and --aws_secret_access_key are for a configuration file of Amazon SageMaker "
-                "that names no profile"
-            )
-        hide_credentials(keys)
-        request = LocalLaunch(program, python=own["python"] or sys.executable, module=bool(options["module"]),
-                              no_python=bool(options["no_python"]),
-                              python_flags=interpreter_flags(sys.orig_argv))  # fmt: skip
-        launched = remote_launch.job_of(
-            place,
-            Values({**file, **given}, frozenset(given)),
-            request,
-            nproc=own["nproc"],
-            runtime=runtime,
-            where=where,
+    if any(keys.values()) and (place != remote_launch.SAGEMAKER or file.get("profile")):
+        raise LaunchError(
+            "--aws_access_key_id and --aws_secret_access_key are for a configuration file of Amazon SageMaker "
+            "that names no profile"
         )
-    except LaunchError as error:
-        raise click.UsageError(str(error), click.get_current_context()) from None
-    return submit_and_follow(launched, as_json=as_json)
+    hide_credentials(keys)
+    request = replace(request, module=bool(options["module"]), no_python=bool(options["no_python"]))
+    runtime = {name: own[name] for name in ("seed", "stand_in") if own[name] is not None}
+    values = Values({**file, **given}, frozenset(given))
+    return remote_launch.job_of(place, values, request, nproc=own["nproc"], runtime=runtime, where=where)
 
 
 _SETTINGS = {**EITHER_SPELLING, "allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
@@ -259,7 +231,7 @@ _SETTINGS = {**EITHER_SPELLING, "allow_interspersed_args": False, "help_option_n
 )
 @json_option
 @click.argument("program", metavar="SCRIPT [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
+def launch_command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
     """Run SCRIPT on this machine, on N processes.
 
     Words and options after SCRIPT belong to SCRIPT. The exit status is that of the first failing process.
@@ -268,25 +240,26 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
     from orc.launchers.accelerate.merge import merge
     from orc.launchers.foreground.documented import documented
     from orc.launchers.foreground.launch import LocalLaunch, interpreter_flags, launch, log_stderr
-    from orc.runtime.core.config import ConfigError, to_env
+    from orc.runtime.core.config import to_env
 
     own = {name: options.pop(name) for name in ("nproc", "python", "seed", "grace", "stand_in")}
+    own["stand_in"] = ",".join(own["stand_in"]) or None
     options["env"] = list(options["env"]) or None
     file, where = _file_values(options["config_file"])
-    if elsewhere := _elsewhere(options, file):
-        return _launch_elsewhere(elsewhere, program, options, file, own, where, as_json)
-    try:
+    flags = interpreter_flags(sys.orig_argv)
+    request = LocalLaunch(program, python=own["python"] or sys.executable, python_flags=flags)
+    with _usage_errors():
+        place = _elsewhere(options, file)
+        job = _job_elsewhere(place, request, options, file, own, where) if place else None
+    if job is not None:
+        return submit_and_follow(job, as_json=as_json)
+    with _usage_errors():
         values = merge(options, file, os.environ, where)
-        interpreter: dict[str, Any] = {"python_flags": interpreter_flags(sys.orig_argv)}
-        if own["python"]:
-            interpreter["python"] = own["python"]
-        settings = {"seed": own["seed"], "stand_in": ",".join(own["stand_in"]) or None}
-        request = LocalLaunch(program, env=to_env(settings), grace_s=own["grace"], **interpreter)
+        env = to_env({"seed": own["seed"], "stand_in": own["stand_in"]})
+        request = replace(request, env=env, grace_s=own["grace"])
         if values.get("mpirun_hostfile"):
             _through_mpirun(request, values, own["nproc"])
         described = documented(request, values, os.environ, nproc=own["nproc"])
-    except (LaunchError, ConfigError) as error:
-        raise click.UsageError(str(error), click.get_current_context()) from None
     for note in described.notes if not described.request.quiet else ():
         log_stderr(note)
     if any(values.get(name) is not None for name in _OF_TORCHRUN):
@@ -300,6 +273,21 @@ def command(program: tuple[str, ...], as_json: bool, **options: Any) -> int:
     return status
 
 
+run_command = launch_command
+
+
+def _through_torchrun(request: LocalLaunch, values: Values, as_json: bool) -> None:
+    """Become torchrun where *values* need it."""
+    from orc.launchers.foreground import torchrun
+
+    if not torchrun.wanted(request, values):
+        return
+    if as_json:
+        raise click.UsageError("--json does not work with torchrun, which these rendezvous settings need")
+    with _usage_errors():
+        torchrun.start(request, values)
+
+
 def submit_and_follow(launched: JobOfLaunch, *, as_json: bool) -> int:
     """Submit the job of a launch, show the output of all its processes, and return its exit status.
 
@@ -308,7 +296,7 @@ def submit_and_follow(launched: JobOfLaunch, *, as_json: bool) -> int:
     from orc.launchers.spec.load import validate
     from orc.launchers.spec.source import Document
     from orc.orchestrator.cli.commands.submit import Following, run
-    from orc.orchestrator.cli.session import open_ledger
+    from orc.orchestrator.cli.invocation import open_ledger
     from orc.orchestrator.engine.job_source import check_document
 
     client = open_ledger()

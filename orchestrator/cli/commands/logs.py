@@ -11,15 +11,14 @@ import click
 
 from orc.launchers.attempts.records import LogChunk, LogSelector
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.options import MOMENT, following_option, json_option, newest_job_argument
-from orc.orchestrator.cli.session import open_client
-from orc.orchestrator.cli.ui import output, reporting
+from orc.orchestrator.cli.invocation import MOMENT, following_option, json_option, newest_job_argument, open_client
+from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.display import display, waiting
+from orc.orchestrator.cli.ui.tail import Cursor, JsonSink, PlainSink, PrefixSink, Selection, Sink, follow
 from orc.orchestrator.insight.log_times import LONGEST, NEAR, TIME, UNKNOWN, Clock, lines_of, split_lines
 
 if TYPE_CHECKING:
     from orc.orchestrator.api.logs import Logs
-    from orc.orchestrator.cli.ui.tail import Cursor, Selection, Sink
     from orc.orchestrator.views import JobView
 
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 @click.option("--color/--no-color", "colours", default=None, help="A colour for each rank. [default: on a terminal]")
 @click.option("--raw", is_flag=True, help="Print every byte as it is, control characters too, also on a terminal.")
 @json_option
-def command(
+def logs_command(
     job: str,
     following: bool,
     ranks: tuple[int, ...],
@@ -64,7 +63,6 @@ def command(
     With --json each line of output is {"attempt", "rank", "node", "offset", "end", "text"}.
     """
     from orc.orchestrator.api.logs import Logs, list_logs
-    from orc.orchestrator.cli.ui.tail import Cursor, JsonSink, PlainSink, PrefixSink, Selection, follow
 
     client = open_client()
     job_id = client.resolve(job)
@@ -104,8 +102,8 @@ def command(
     finally:
         sink.finish()
     silent |= cursor.unreachable
-    reporting.warn_unreachable(silent, _MISSING, "host")
-    return int(reporting.ExitCode.UNREACHABLE if silent else reporting.ExitCode.OK)
+    output.warn_unreachable(silent, _MISSING, "host")
+    return int(output.ExitCode.UNREACHABLE if silent else output.ExitCode.OK)
 
 
 def _silent(selection: Selection, listed: Logs) -> dict[str, str]:
@@ -147,7 +145,7 @@ _MISSING = "its logs are missing here; try again when it answers"
 _LOOK = 64 << 10  # bytes of a log in which a time is looked for at all
 
 
-class LineFilter:
+class LineFilter(Sink):
     """Sink that passes on whole lines: those since a time, and those in which a pattern is found."""
 
     def __init__(self, inner: Sink, since: float | None = None, pattern: re.Pattern[bytes] | None = None) -> None:

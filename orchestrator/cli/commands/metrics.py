@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from orc.launchers.errors import BackendUnreachable, LaunchError
-from orc.orchestrator.cli.options import following_option, json_option, optional_jobs_argument
-from orc.orchestrator.cli.session import open_client
-from orc.orchestrator.cli.ui import jobtext, output, reporting
+from orc.orchestrator.cli.invocation import following_option, json_option, open_client, optional_jobs_argument
+from orc.orchestrator.cli.ui import jobtext, output
 from orc.orchestrator.cli.ui.display import waiting
 from orc.orchestrator.cli.ui.output import echo, echo_json_line
+from orc.orchestrator.insight.metrics import course, names, series
 
 if TYPE_CHECKING:
     from orc.orchestrator.clients.surface import JobsClient, MetricsReader
@@ -40,14 +43,12 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 @click.option("--name", "wanted", multiple=True, help="Draw this measurement instead of the loss. May be repeated.")
 @click.option("--tail", type=click.IntRange(0), default=ROWS, show_default=True, help="Rows of the table.")
 @json_option
-def command(jobs: tuple[str, ...], following: bool, wanted: tuple[str, ...], tail: int, as_json: bool) -> None:
+def metrics_command(jobs: tuple[str, ...], following: bool, wanted: tuple[str, ...], tail: int, as_json: bool) -> None:
     """Show the metrics of JOB (default: the newest): a table of its values, its loss as a curve.
 
     Of several JOBs the last values are a table, and their curves are drawn over one another. With --json every line of
     the job's metrics.jsonl is printed, over all attempts and hosts; of several jobs with a key "job".
     """
-    from orc.orchestrator.insight.metrics import course
-
     client = open_client()
     if len(jobs) > 1:
         if following:
@@ -58,25 +59,19 @@ def command(jobs: tuple[str, ...], following: bool, wanted: tuple[str, ...], tai
     reader, lines = _read(client, job_id)
     if not following and not lines:
         raise _nothing(client, job_id)
+    show = _print_json if as_json else _Table().show
     if as_json:
-        _print_json(lines)
-        for new in _growth(client, job_id, reader) if following else ():
-            lines += new
-            _print_json(new)
-        if not lines:
-            raise _nothing(client, job_id)
-        return
-    counted = course(lines)
-    _refuse_unknown(wanted, counted, job_id)
-    printer = _Table()
-    printer.show(counted[-tail:] if tail else [])
+        show(lines)
+    else:
+        counted = course(lines)
+        _refuse_unknown(wanted, counted, job_id)
+        show(counted[-tail:] if tail else [])
     for new in _growth(client, job_id, reader) if following else ():
         lines += new
-        printer.show(new)
+        show(new)
     if not lines:
         raise _nothing(client, job_id)
-    counted = course(lines)
-    for text in _curves(counted, wanted or ("loss",)):
+    for text in _curves(course(lines), wanted or ("loss",)) if not as_json else ():
         echo(text)
 
 
@@ -86,16 +81,12 @@ def _read(client: JobsClient, job_id: str) -> tuple[MetricsReader, list[Line]]:
         reader = client.metrics(job_id)
         lines = reader.read()
     silent = {host: error.what for host, error in reader.unreachable.items()}
-    reporting.warn_unreachable(silent, f"its part of {job_id} is missing below", "host")
+    output.warn_unreachable(silent, f"its part of {job_id} is missing below", "host")
     return reader, lines
 
 
 def _compare(client: JobsClient, job_ids: Sequence[str], wanted: Sequence[str], as_json: bool) -> None:
     """Print the last values of several jobs, and their curves over one another."""
-    import shutil
-
-    from orc.orchestrator.insight.metrics import course, series
-
     if len(job_ids) > len(MARKS):
         raise LaunchError(f"{len(job_ids)} curves cannot be told apart", hint=f"give {len(MARKS)} jobs at most")
     measured = {job_id: _read(client, job_id)[1] for job_id in job_ids}
@@ -105,24 +96,19 @@ def _compare(client: JobsClient, job_ids: Sequence[str], wanted: Sequence[str], 
         return
     counted = {job_id: course(lines) for job_id, lines in measured.items()}
     _refuse_unknown(wanted, [line for lines in counted.values() for line in lines], ", ".join(job_ids))
-    marks = dict(zip(job_ids, MARKS, strict=False))
+    curves = {name: [series(lines, name) for lines in counted.values()] for name in wanted}
     rows = []
-    for job_id, lines in counted.items():
-        last = lines[-1] if lines else {}
-        values = [_last(lines, name) for name in wanted]
-        rows.append([marks[job_id], job_id, _plain(last, "step"), *values])
+    for number, (job_id, lines) in enumerate(counted.items()):
+        values = [f"{curve[number][-1][1]:.4g}" if curve[number] else "-" for curve in curves.values()]
+        rows.append([MARKS[number], job_id, _plain(lines[-1] if lines else {}, "step"), *values])
     echo(output.table(["", "JOB", "STEP", *(name.upper() for name in wanted)], rows))
-    width = min(shutil.get_terminal_size((80, 24)).columns, 120)
-    for name in wanted:
-        if drawn := overlay([series(lines, name) for lines in counted.values()], width=width, height=HEIGHT):
+    for name, curve in curves.items():
+        if drawn := overlay(curve, width=_width(), height=HEIGHT):
             echo("\n".join(["", output.style(name, bold=True), *drawn]))
 
 
-def _last(lines: Sequence[Line], name: str) -> str:
-    from orc.orchestrator.insight.metrics import series
-
-    points = series(lines, name)
-    return f"{points[-1][1]:.4g}" if points else "-"
+def _width() -> int:
+    return min(shutil.get_terminal_size((80, 24)).columns, 120)
 
 
 def _nothing(client: JobsClient, job_id: str) -> Exception:
@@ -134,20 +120,14 @@ def _nothing(client: JobsClient, job_id: str) -> Exception:
 
 
 def _refuse_unknown(wanted: Sequence[str], lines: Sequence[Line], job_id: str) -> None:
-    from orc.orchestrator.insight.metrics import names
-
     known = names(lines)
-    for name in wanted:
-        if lines and name not in known:
-            raise LaunchError(
-                f"nothing called {name!r} was measured", where=job_id, hint=f"there is {', '.join(known)}"
-            )
+    if unknown := [name for name in wanted if lines and name not in known]:
+        what = f"nothing called {unknown[0]!r} was measured"
+        raise LaunchError(what, where=job_id, hint=f"there is {', '.join(known)}")
 
 
 def _growth(client: JobsClient, job_id: str, reader: MetricsReader) -> Iterator[list[Line]]:
     """Print the measurements from now on, until the job has ended."""
-    import time
-
     from orc.orchestrator.cli.ui.tail import Watch
 
     watch = Watch(client, job_id)
@@ -210,12 +190,6 @@ def _plain(line: Mapping[str, Any], name: str) -> str:
 
 
 def _curves(lines: Sequence[Line], wanted: Sequence[str]) -> list[str]:
-    import shutil
-    import sys
-
-    from orc.orchestrator.insight.metrics import series
-
-    width = min(shutil.get_terminal_size((80, 24)).columns, 120)
     plain = "utf" not in (sys.stdout.encoding or "").lower()
     found: list[str] = []
     for name in wanted:
@@ -223,11 +197,8 @@ def _curves(lines: Sequence[Line], wanted: Sequence[str]) -> list[str]:
         if len(points) < 2:
             continue
         last = f"{points[-1][1]:.4g} at step {points[-1][0]:.10g}"
-        found += [
-            "",
-            f"{output.style(name, bold=True)}  {last}",
-            *chart(points, width=width, height=HEIGHT, plain=plain),
-        ]
+        drawn = chart(points, width=_width(), height=HEIGHT, plain=plain)
+        found += ["", f"{output.style(name, bold=True)}  {last}", *drawn]
     return found
 
 

@@ -13,10 +13,9 @@ import click
 
 from orc.launchers.agent.variables import rank_variables, substitute
 from orc.launchers.errors import LaunchError, SpecError
-from orc.orchestrator.cli.options import cluster_option, job_file_argument, json_option, set_option
+from orc.orchestrator.cli.invocation import cluster_option, job_file_argument, json_option, set_option
 from orc.orchestrator.cli.ui.display import READING, waiting
-from orc.orchestrator.cli.ui.output import echo, echo_json
-from orc.orchestrator.cli.ui.reporting import warn
+from orc.orchestrator.cli.ui.output import echo, echo_json, echo_result, warn
 
 if TYPE_CHECKING:
     from orc.launchers.findings import Finding
@@ -40,12 +39,8 @@ class CommandLine(NamedTuple):
 
     node: int
     host: str | None
-    notes: tuple[str, ...]
-    text: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
-        return {"node": self.node, "host": self.host, "notes": list(self.notes), "command": self.text}
+    notes: list[str]
+    command: str
 
 
 def command_lines(plan: Plan, workdir: str) -> list[CommandLine]:
@@ -75,7 +70,7 @@ def as_text(plan: Plan, workdir: str) -> list[str]:
     lines: list[str] = []
     for line in shown:
         where = f"node {line.node} of {nodes}" + (f", {line.host}" if line.host else "")
-        lines += [f"# what runs on {where}", *(f"# {note}" for note in line.notes), line.text, ""]
+        lines += [f"# what runs on {where}", *(f"# {note}" for note in line.notes), line.command, ""]
     if len(shown) == SHOWN_NODES < nodes:
         lines += [f"# nodes {SHOWN_NODES} to {nodes - 1}: the same with their own numbers", ""]
     return lines
@@ -109,7 +104,7 @@ class _Node:
             self.values |= {"master_addr": addresses[0], "node_addr": addresses[node]}
         self.names = [host["name"] for host in hosts] or [f"node-{n}" for n in range(self.nnodes)]
 
-    def lines(self) -> tuple[tuple[str, ...], str] | None:
+    def lines(self) -> tuple[list[str], str] | None:
         """Return the notes and the text, or `None` for a node on which nothing is started."""
         command = self.command
         parts = [*self.config.get("setup", ())]
@@ -124,7 +119,7 @@ class _Node:
         elif not parts or not command.get("services"):
             return None  # node 0 starts the ranks here, too
         text = "\n".join(parts)
-        return tuple(self._notes(text)), text
+        return self._notes(text), text
 
     def _program(self) -> list[str]:
         program = list(self.command["program"])
@@ -221,7 +216,6 @@ def plan_of(loaded: LoadedJob) -> tuple[Plan, Sequence[Finding]]:
 
 def text(plan: Plan, workdir: str) -> str:
     """Return the plan for people: what runs, then every file and command as it would be sent."""
-
     lines = [
         *as_text(plan, workdir),
         f"# plan {plan.marker} for cluster {plan.cluster} ({plan.backend})",
@@ -255,9 +249,8 @@ def write(plan: Plan, document: Mapping[str, Any], folder: Path) -> list[Path]:
     import tempfile
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise LaunchError(
-            "something is in the way of the rendered plan", where=str(folder), hint="choose a new --output DIR"
-        )
+        what = "something is in the way of the rendered plan"
+        raise LaunchError(what, where=str(folder), hint="choose a new --output DIR")
     contents = {Path("plan.json"): (json.dumps(document, indent=2, ensure_ascii=False) + "\n", 0o644)}
     steps = [f"cd {shlex.quote(c.cwd)} && {c}" if c.cwd else str(c) for c in plan.commands]
     contents[Path("commands.sh")] = ("\n".join(["#!/bin/sh", "set -e", *steps, ""]), 0o755)
@@ -274,9 +267,8 @@ def write(plan: Plan, document: Mapping[str, Any], folder: Path) -> list[Path]:
         staging.chmod(0o755 & ~_umask())
         staging.replace(folder)
     except OSError as error:
-        raise LaunchError(
-            f"cannot write the plan: {error.strerror}", where=str(folder), hint="choose a new --output DIR"
-        ) from None
+        what = f"cannot write the plan: {error.strerror}"
+        raise LaunchError(what, where=str(folder), hint="choose a new --output DIR") from None
     finally:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
@@ -291,22 +283,17 @@ def _umask() -> int:
 
 def show(loaded: LoadedJob, form: str, output: Path | None) -> None:
     """Print the plan of a job as *form*: text, json, or dir, which writes it to *output* and prints the paths."""
-
     with waiting(READING):
         plan, findings = plan_of(loaded)
     for finding in findings:
         warn(finding)
     workdir = os.path.normpath(loaded.workdir)
-    document = plan.to_dict() | {
-        "digest": plan.digest,
-        "command_lines": [line.to_dict() for line in command_lines(plan, workdir)],
-    }
+    lines = [line._asdict() for line in command_lines(plan, workdir)]
+    document = plan.to_dict() | {"digest": plan.digest, "command_lines": lines}
     if output is not None:
         written = write(plan, document, output)
-        if form == "json":
-            echo_json({"directory": str(output.absolute()), "files": [str(p.absolute()) for p in written]})
-        else:
-            echo("\n".join(str(path) for path in written))
+        told = {"directory": str(output.absolute()), "files": [str(path.absolute()) for path in written]}
+        echo_result(form == "json", told, "\n".join(map(str, written)))
     elif form == "json":
         echo_json(document)
     else:
@@ -336,7 +323,7 @@ def show_any(loaded: LoadedJob | LoadedGroup, form: str, output: Path | None, me
 @click.option("--output", "-o", metavar="DIR", type=click.Path(path_type=Path), help="New directory for --format dir.")
 @click.option("--member", metavar="INDEX", help="Print the plan of this job of a sweep, array or pipeline.")
 @json_option
-def command(
+def render_command(
     job_file: str,
     cluster: str | None,
     overrides: tuple[str, ...],

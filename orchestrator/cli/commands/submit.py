@@ -1,4 +1,4 @@
-"""`orc submit`, and what `orc resubmit` shares with it."""
+"""`orc submit` and `orc resubmit`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.cli.options import cluster_option, job_file_here, json_option, set_option, together, yes_option
-from orc.orchestrator.cli.session import check_jobs, open_client
+from orc.orchestrator.cli.invocation import (
+    check_jobs,
+    cluster_option,
+    job_argument,
+    job_file_here,
+    json_option,
+    open_client,
+    set_option,
+    together,
+    yes_option,
+)
 from orc.orchestrator.cli.ui import jobtext
-from orc.orchestrator.cli.ui.display import display, submission_progress
-from orc.orchestrator.cli.ui.output import echo, echo_json
-from orc.orchestrator.cli.ui.reporting import ExitCode, of_states
+from orc.orchestrator.cli.ui.display import display, ring, submission_progress
+from orc.orchestrator.cli.ui.output import ExitCode, echo, echo_json, of_states
 
 if TYPE_CHECKING:
     from orc.orchestrator.cli.ui.tail import Selection
     from orc.orchestrator.clients.surface import JobsClient
     from orc.orchestrator.views import JobView
+
 
 Submit = Callable[["Callable[[str, Mapping[str, Any]], None]"], "JobView"]
 
@@ -53,12 +62,12 @@ def follow_options(function: Callable[..., int]) -> Callable[..., int]:
     """``--follow`` and what goes with it; the parameter is *follow*, a `Following`."""
 
     @functools.wraps(function)
-    def command(*, following: bool, ranks: tuple[int, ...], all_ranks: bool, bell: bool, **given: Any) -> int:
+    def parsed(*, following: bool, ranks: tuple[int, ...], all_ranks: bool, bell: bool, **given: Any) -> int:
         if (ranks or all_ranks or bell) and not following:
             raise click.UsageError("--rank, --all-ranks and --bell need --follow", click.get_current_context())
         return function(follow=Following(following, ranks, all_ranks, bell), **given)
 
-    decorated: Callable[..., int] = _follow_options(command)
+    decorated: Callable[..., int] = _follow_options(parsed)
     return decorated
 
 
@@ -66,20 +75,6 @@ reconciler_option = click.option(
     "--reconciler/--no-reconciler",
     default=True,
     help="Leave a process behind that sends retries and queued jobs until the job has ended (the default).",
-)
-
-
-after_option = click.option(
-    "--after",
-    multiple=True,
-    metavar="JOB[:CONDITION]",
-    help="Start after JOB has ended: with success (the default), any, or failure. May be repeated.",
-)
-
-
-group_options = together(
-    click.option("--array", metavar="N", help="Submit N jobs that differ in ORC_ARRAY_TASK_ID; or indices: 0-9:3."),
-    click.option("--max-parallel", type=click.IntRange(1), metavar="N", help="Run N jobs of a group at a time."),
 )
 
 
@@ -113,49 +108,41 @@ class _Submit(click.Command):
         return [*super().collect_usage_pieces(ctx), "[-- ARG...]"]
 
 
-place_options = together(
-    click.option("--nodes", metavar="N", help="Nodes; 2:4 takes two to four, as many as are free."),
-    click.option("-n", "--nproc", metavar="N", help="Processes per node."),
-    click.option("--gpus", metavar="N", help="GPUs per node, one for each process."),
-)
-
-
 @click.command("submit", cls=_Submit)
 @click.argument("job_file", metavar="[JOB.yaml|SCRIPT.py]", required=False, type=click.Path(), callback=job_file_here)
 @cluster_option
-@place_options
+@click.option("--nodes", metavar="N", help="Nodes; 2:4 takes two to four, as many as are free.")
+@click.option("-n", "--nproc", metavar="N", help="Processes per node.")
+@click.option("--gpus", metavar="N", help="GPUs per node, one for each process.")
 @set_option
-@after_option
-@group_options
 @click.option(
-    "--priority",
-    type=click.IntRange(-100, 100),
-    metavar="N",
+    "--after", multiple=True, metavar="JOB[:CONDITION]",
+    help="Start after JOB has ended: with success (the default), any, or failure. May be repeated.",
+)  # fmt: skip
+@click.option("--array", metavar="N", help="Submit N jobs that differ in ORC_ARRAY_TASK_ID; or indices: 0-9:3.")
+@click.option("--max-parallel", type=click.IntRange(1), metavar="N", help="Run N jobs of a group at a time.")
+@click.option(
+    "--priority", type=click.IntRange(-100, 100), metavar="N",
     help="Priority instead of the job file's; higher goes first.",
-)
+)  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Send nothing: show what would run, as `orc render` does.")
 @click.option("--save", metavar="FILE", type=click.Path(path_type=Path), help="Keep the job file made for SCRIPT.py.")
 @follow_options
 @reconciler_option
 @yes_option
 @json_option
-def command(
+def submit_command(
     job_file: str,
     cluster: str | None,
-    nodes: str | None,
-    nproc: str | None,
-    gpus: str | None,
     overrides: tuple[str, ...],
     after: tuple[str, ...],
-    array: str | None,
-    max_parallel: int | None,
-    priority: int | None,
     dry_run: bool,
     save: Path | None,
     follow: Following,
     reconciler: bool,
     yes: bool,
     as_json: bool,
+    **given: Any,
 ) -> int:
     """Send a job to its cluster, from JOB.yaml (default: ./job.yaml) or from SCRIPT.py as it is; print its id.
 
@@ -176,16 +163,8 @@ def command(
     if save is not None and not is_script:
         raise click.UsageError(f"--save keeps the job file of a script, and {job_file} is one already", context)
     arguments = context.meta[SCRIPT_ARGUMENTS]
-    given = {
-        ("array", "--array"): array,
-        ("max_parallel", "--max-parallel"): max_parallel,
-        ("priority", "--priority"): priority,
-        ("resources.nodes", "--nodes"): nodes,
-        ("resources.procs_per_node", "--nproc"): nproc,
-        ("resources.gpus_per_node", "--gpus"): gpus,
-        ("args", "--"): _yaml_list(arguments) if arguments is not None else None,
-    }
-    overrides = (*overrides, *(_override(*key, value) for key, value in given.items() if value is not None))
+    given[""] = _yaml_list(arguments) if arguments is not None else None
+    overrides = (*overrides, *(_override(option, given[option]) for option in _KEYS if given[option] is not None))
     loaded = check_jobs(job_file, overrides, cluster, needs_clusters=dry_run)
     job_text = _job_file(job_file, overrides, cluster, save) if is_script else ""
     if save is not None:
@@ -208,11 +187,23 @@ def command(
     return run(client, lambda told: client.submit(loaded, on_progress=told), follow, as_json=as_json, yes=yes)
 
 
-def _override(key: str, option: str, value: object) -> str:
-    """Return *value* of an option as an override of *key*, whose errors name the option."""
+# Options for keys of a job file; "" stands for the words behind `--`.
+_KEYS = {
+    "array": "array",
+    "max_parallel": "max_parallel",
+    "priority": "priority",
+    "nodes": "resources.nodes",
+    "nproc": "resources.procs_per_node",
+    "gpus": "resources.gpus_per_node",
+    "": "args",
+}
+
+
+def _override(option: str, value: object) -> str:
+    """Return *value* of an option as an override of its key, whose errors name the option."""
     from orc.launchers.spec.source import PlacedText
 
-    return PlacedText.at(f"{key}={value}", f"{option} {value}")
+    return PlacedText.at(f"{_KEYS[option]}={value}", f"--{option.replace('_', '-')} {value}")
 
 
 def _yaml_list(words: Sequence[str]) -> str:
@@ -267,19 +258,13 @@ def run(client: JobsClient, submit: Submit, follow: Following, *, as_json: bool,
         selection = Selection() if follow.all_ranks else Selection(follow.ranks or (0,), asked=bool(follow.ranks))
         view = _follow(client, view, selection, as_json)
         if follow.bell:
-            from orc.orchestrator.cli.ui.display import ring
-
             ring("orc", [jobtext.headline(view)])
-        if as_json:
-            echo_json(view.to_dict())
-        return int(of_states([view.state]))
     if as_json:
         echo_json(view.to_dict())
-    else:
+    elif not follow.wanted:
         echo(view.id)
         waits = f", {view.reason}" if view.state in ("QUEUED", "PREPARED") and view.reason else ""
-        echo(f"{view.state} on {view.cluster}{waits}", err=True)
-        echo(f"next: orc status {view.id}, orc logs -f {view.id}", err=True)
+        echo(f"{view.state} on {view.cluster}{waits}\nnext: orc status {view.id}, orc logs -f {view.id}", err=True)
     return int(of_states([view.state]))
 
 
@@ -303,3 +288,26 @@ def _follow(client: JobsClient, view: JobView, selection: Selection, as_json: bo
     if not as_json:
         echo(conclusion(view), err=True)
     return view
+
+
+@click.command("resubmit")
+@job_argument
+@set_option
+@follow_options
+@reconciler_option
+@json_option
+def resubmit_command(job: str, overrides: tuple[str, ...], follow: Following, reconciler: bool, as_json: bool) -> int:
+    """Run JOB again as a new job, from the same code snapshot and specification, as changed with --set.
+
+    For a sweep, an array or a pipeline, submit the unsuccessful jobs once more.
+    """
+    client = open_client(reconciler=reconciler)
+    if "-" in job and client.jobs(group=job, limit=1):
+        from orc.orchestrator.cli.commands.groups import retry_group
+
+        if overrides or follow.wanted:
+            raise click.UsageError("--set and --follow are for one job", click.get_current_context())
+        return retry_group(job, as_json=as_json)
+    job_id = client.resolve(job)
+    submit = lambda told: client.resubmit(job_id, overrides=overrides, on_progress=told)  # noqa: E731
+    return run(client, submit, follow, as_json=as_json)

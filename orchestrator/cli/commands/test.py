@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orc.orchestrator.cli.options import EITHER_SPELLING, cluster_option_for, json_option
-from orc.orchestrator.cli.session import open_client
+from orc.orchestrator.cli.invocation import EITHER_SPELLING, cluster_option_for, json_option, open_client
 from orc.orchestrator.cli.ui.display import display, submission_progress
-from orc.orchestrator.cli.ui.output import echo, echo_json, stdout_to_stderr
-from orc.orchestrator.cli.ui.reporting import of_states
+from orc.orchestrator.cli.ui.output import echo, echo_json, of_states, stdout_to_stderr
 
 if TYPE_CHECKING:
     from orc.orchestrator.views import JobView
+
 
 MODULE = "orc.runtime.self_test"
 RESULT = "orc-test-result "  # in front of the JSON in the log of rank 0
@@ -33,7 +32,7 @@ TIMEOUT_S = 180  # of a collective: a machine that hangs is to say so
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="With --cluster: nodes.")
 @click.option("--gpus", type=click.IntRange(0), default=0, show_default=True, help="With --cluster: GPUs per node.")
 @json_option
-def command(
+def test_command(
     nproc: int | None, cpu: bool, config_file: Path | None, cluster: str | None, nodes: int, gpus: int, as_json: bool
 ) -> int:
     """Train for a second on several processes, and check the result: state, data, collectives, save and load.

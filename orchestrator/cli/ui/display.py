@@ -18,8 +18,7 @@ import click
 from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import SpecError
 from orc.launchers.findings import Finding
-from orc.orchestrator.cli.ui.output import clock, duration, echo, rendered, size
-from orc.orchestrator.cli.ui.reporting import warn
+from orc.orchestrator.cli.ui.output import clock, duration, echo, rendered, size, warn
 
 if TYPE_CHECKING:
     from rich.status import Status

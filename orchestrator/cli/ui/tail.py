@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from orc.launchers.backends.base import LogChunk, LogSelector
 from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import BackendUnreachable
-from orc.orchestrator.cli.ui import jobtext, reporting
+from orc.orchestrator.cli.ui import jobtext, output
 from orc.orchestrator.cli.ui.output import echo_json_line
 from orc.orchestrator.ledger.records import JobSize
 
@@ -34,34 +34,6 @@ _LONGEST = 1 << 20  # bytes of a line that is waited for
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)  # of ranks: numbers of ANSI, the most different first
 
 
-class Sink(Protocol):
-    """Destination of pieces of logs."""
-
-    def write(self, attempt: int, chunk: LogChunk) -> None:
-        """Write one piece; pieces of one log come in order."""
-        ...
-
-    def flush(self) -> None:
-        """Show what was written."""
-        ...
-
-    def finish(self) -> None:
-        """Show everything: nothing comes any more."""
-        ...
-
-
-class Writer(Protocol):
-    """Stream that a sink writes to."""
-
-    def write(self, data: bytes, /) -> object:
-        """Take *data*."""
-        ...
-
-    def flush(self) -> None:
-        """Show what was written."""
-        ...
-
-
 class TerminalWriter:
     """Bytes of a log with their control characters escaped; a carriage return stays, progress bars live on it."""
 
@@ -69,7 +41,7 @@ class TerminalWriter:
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
 
-    def write(self, data: bytes, /) -> None:
+    def write(self, data: bytes) -> None:
         """Write *data* escaped; a character that is cut at its end comes with the next call."""
         self._stream.write(escape_controls(self._decoder.decode(data), keep="\r").encode())
 
@@ -78,17 +50,36 @@ class TerminalWriter:
         self._stream.flush()
 
 
-def writer(stream: BinaryIO, *, raw: bool = False) -> Writer:
+def writer(stream: BinaryIO, *, raw: bool = False) -> TerminalWriter | BinaryIO:
     """Return the writer of logs to *stream*: escaped where it is a terminal, unless *raw*; byte for byte elsewhere."""
     return TerminalWriter(stream) if stream.isatty() and not raw else stream
 
 
-class PlainSink:
-    """A single log without anything added."""
+class Sink:
+    """Destination of pieces of logs: a stream, standard output unless it is given."""
 
     def __init__(self, stream: BinaryIO | None = None, *, raw: bool = False) -> None:
         self._file = stream or sys.stdout.buffer
         self._stream = writer(self._file, raw=raw)
+
+    def write(self, attempt: int, chunk: LogChunk) -> None:
+        """Write one piece; pieces of one log come in order."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Show what was written."""
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """Show everything: nothing comes any more."""
+        self.flush()
+
+
+class PlainSink(Sink):
+    """A single log without anything added."""
+
+    def __init__(self, stream: BinaryIO | None = None, *, raw: bool = False) -> None:
+        super().__init__(stream, raw=raw)
         # A pipe that takes a whole chunk spares a change of process per 64 KiB; anything else refuses, which is fine.
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._file.fileno(), fcntl.F_SETPIPE_SZ, 1 << 20)
@@ -114,20 +105,13 @@ class PlainSink:
                 raise
         return position - offset
 
-    def flush(self) -> None:
-        """Show what was written."""
-        self._stream.flush()
 
-    finish = flush
-
-
-class PrefixSink:
+class PrefixSink(Sink):
     """Whole lines of several logs, each with its origin: ``[rank 1] ...``."""
 
     def __init__(self, stream: BinaryIO | None = None, *, raw: bool = False, colours: bool = False) -> None:
         """With *colours*, each origin has one of its own."""
-        self._file = stream or sys.stdout.buffer
-        self._stream = writer(self._file, raw=raw)
+        super().__init__(stream, raw=raw)
         self._colours = colours
         self._rest: dict[tuple[int, LogSelector], bytes] = {}
 
@@ -156,38 +140,22 @@ class PrefixSink:
             self._file.write(coloured)  # past the writer, which escapes what logs bring along
             self._stream.write(line + b"\n")
 
-    def flush(self) -> None:
-        """Show the whole lines that were written."""
-        self._stream.flush()
-
     def finish(self) -> None:
         """Show unfinished lines, too."""
         for (_, selector), rest in self._rest.items():
             self._show(selector, rest)
         self._rest.clear()
-        self._stream.flush()
+        self.flush()
 
 
-class JsonSink:
+class JsonSink(Sink):
     """A JSON object per piece and line of output."""
 
     def write(self, attempt: int, chunk: LogChunk) -> None:
         """``{"attempt", "rank", "node", "offset", "end", "text"}``; bytes that are not UTF-8 become U+FFFD."""
-        value = {
-            "attempt": attempt,
-            "rank": chunk.selector.rank,
-            "node": chunk.selector.node,
-            "offset": chunk.offset,
-            "end": chunk.end,
-            "text": chunk.data.decode("utf-8", "replace"),
-        }
-        echo_json_line(value)
-
-    def flush(self) -> None:
-        """Show what was written."""
-        sys.stdout.flush()
-
-    finish = flush
+        of = {"attempt": attempt, "rank": chunk.selector.rank, "node": chunk.selector.node}
+        text = chunk.data.decode("utf-8", "replace")
+        echo_json_line({**of, "offset": chunk.offset, "end": chunk.end, "text": text})
 
 
 def label(selector: LogSelector) -> str:
@@ -334,7 +302,7 @@ class Watch:
         if began >= self._due:
             unreachable = self._client.refresh([self._job_id]).unreachable
             if unreachable and not self._silent:
-                reporting.warn_unreachable(unreachable, "the job goes on; still trying")
+                output.warn_unreachable(unreachable, "the job goes on; still trying")
             self._silent = bool(unreachable)
             low, high = REFRESH_INTERVAL_S
             ended = time.monotonic()

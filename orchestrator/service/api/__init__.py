@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from orc.orchestrator.api import access, clusters, groups, insight, jobs, logs, schedules  # noqa: F401 - their calls
+from orc.orchestrator.api import access, clusters, groups, insight, jobs, logs  # noqa: F401 - their calls
 from orc.orchestrator.api.call import CALLS
 from orc.orchestrator.service import auth
 from orc.orchestrator.service.api import bundles, events, health, log_contents

@@ -25,7 +25,7 @@ from orc.launchers.snapshot.manifest import FILE, SYMLINK, Bundle, Entry
 from orc.launchers.snapshot.tree_store import FULL, write_content
 from orc.launchers.transfer import wire
 from orc.orchestrator.api.access import MissingContents
-from orc.orchestrator.api.rights import Kind, shows
+from orc.orchestrator.api.call import Kind, shows
 from orc.orchestrator.api.submitting import missing_contents
 from orc.orchestrator.ledger import content_holders
 from orc.orchestrator.ledger.store import Ledger

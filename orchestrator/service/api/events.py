@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.api import access
-from orc.orchestrator.api.rights import Kind, Principal, shows, without_places
+from orc.orchestrator.api.call import Kind, Principal, shows, without_places
 from orc.orchestrator.service.auth import PrincipalDep
 from orc.orchestrator.service.context import Service, ServiceDep
 from orc.orchestrator.service.errors import ApiError

@@ -9,8 +9,8 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.api.rights import Kind, shows
-from orc.orchestrator.api.schedules import Done
+from orc.orchestrator.api.call import Kind, shows
+from orc.orchestrator.api.groups import Done
 from orc.orchestrator.service.auth import public
 from orc.orchestrator.service.context import ServiceDep
 from orc.orchestrator.service.metrics import CONTENT_TYPE

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 
 from orc.launchers.attempts.records import LogSelector
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.api.rights import Kind, shows
+from orc.orchestrator.api.call import Kind, shows
 from orc.orchestrator.client import Client, JobNotFound
 from orc.orchestrator.service.api.events import EventStream, event_stream, last_id, sse_text
 from orc.orchestrator.service.auth import PrincipalDep

@@ -91,11 +91,11 @@ def test_a_backend_for_another_version_of_the_protocol_is_refused_with_what_to_u
 
 
 def test_schema_and_completion_know_the_options_of_a_package(install_page: Callable[[str], Path], capsys) -> None:
-    from orc.orchestrator.cli.commands.schema import command
-    from orc.orchestrator.cli.settings import complete
+    from orc.orchestrator.cli.commands.env import schema_command
+    from orc.orchestrator.cli.completion import complete
 
     install_page("add-a-backend")
-    command.main(["clusters"], standalone_mode=False)
+    schema_command.main(["clusters"], standalone_mode=False)
     schema = json.loads(capsys.readouterr().out)
     assert "nice" in schema["$defs"]["toy options"]["properties"]
     assert "resources.options.toy." in [item.value for item in complete("resources.options.")]

@@ -90,24 +90,6 @@ def test_a_bad_job_file_is_refused_with_one_clear_message(
     assert as_json.error["what"]
 
 
-@pytest.mark.parametrize("command", ["submit", "render"])
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--set", "resources.node=2"], ["--set resources.node=2", "nodes"]),
-        (["--set", "resources.nodes"], ["resources.nodes"]),
-        (["--cluster", "moon"], ["moon", "local"]),
-    ],
-)
-def test_a_bad_override_is_refused(
-    command: str, arguments: list[str], said: list[str], orc: Run, job_file: JobFile
-) -> None:
-    result = orc(command, job_file(), *arguments)
-    assert result.code == 2
-    for part in said:
-        assert part in result.err
-
-
 @pytest.mark.parametrize(
     "arguments",
     [["wait", "x", "--timeout"], ["cancel", "x", "--grace"], ["launch", "--grace"]],

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orc.orchestrator.cli.bash_words import VALUE_ALONE
+from orc.orchestrator.cli.completion import VALUE_ALONE, complete
 from orc.orchestrator.cli.main import main
-from orc.orchestrator.cli.settings import complete
 
 
 @pytest.mark.parametrize(

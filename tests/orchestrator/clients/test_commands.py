@@ -54,33 +54,9 @@ LEDGER: dict[str, tuple[str, ...]] = {
     "tick": ("--job", "JOB"),
 }
 MACHINE = {
-    *(
-        "render",
-        "launch",
-        "run",
-        "init",
-        "config",
-        "merge-weights",
-        "to-fsdp2",
-        "login",
-        "logout",
-        "serve",
-        "token",
-        "quota",
-    ),
-    *(
-        "estimate-memory",
-        "clusters",
-        "hosts",
-        "tpu-config",
-        "test",
-        "env",
-        "doctor",
-        "completion",
-        "schema",
-        "version",
-        "reconcile",
-    ),
+    *("render", "launch", "run", "init", "config", "merge-weights", "to-fsdp2", "login", "logout", "serve", "token"),
+    *("quota", "estimate-memory", "clusters", "hosts", "tpu-config", "test", "env", "doctor", "completion", "schema"),
+    *("version", "reconcile"),
 }
 
 

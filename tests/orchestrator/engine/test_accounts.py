@@ -90,8 +90,7 @@ def accounts(orc_home: Path, tmp_path: Path, clock: Clock) -> Iterator[Accounts]
 @pytest.fixture
 def orc(accounts: Accounts, capfd: Any, monkeypatch: Any) -> Callable[..., tuple[int, str, str]]:
     """`orc ARGS...` with the client of the accounts."""
-    for command in ("gc", "sync"):
-        monkeypatch.setattr(f"orc.orchestrator.cli.commands.{command}.open_ledger", lambda **_: accounts.client)
+    monkeypatch.setattr("orc.orchestrator.cli.commands.snapshots.open_ledger", lambda **_: accounts.client)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capfd.readouterr()

@@ -15,7 +15,7 @@ from orc.launchers.errors import BackendError, BackendUnreachable
 from orc.launchers.plan import Plan
 from orc.launchers.spec.groups import load_jobs
 from orc.orchestrator.client import Client
-from orc.orchestrator.clients import cancelling, groups
+from orc.orchestrator.clients import ending, groups
 from orc.orchestrator.engine import dispatch, job_source, steps
 from orc.orchestrator.engine.submission import Submission, enqueue, new_submission, submit_group
 from orc.orchestrator.ledger.groups import GroupRecord
@@ -122,7 +122,7 @@ def test_an_element_that_is_cancelled_before_the_submission_is_not_part_of_it(cl
 
     def cancel_one(*given: object) -> None:
         stage(*given)
-        cancelling.request(client.session, client.jobs()[0].id, 0.0)
+        ending.request(client.session, client.jobs()[0].id, 0.0)
 
     monkeypatch.setattr(backend, "stage", cancel_one)
     start(client, backend, job_file())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orc.orchestrator.cli.commands.top import HEADER, row
+from orc.orchestrator.cli.commands.nodes import HEADER, load_row
 from orc.orchestrator.insight.sessions import Group, Sample, grouped, ranges, steps_per_second
 
 
@@ -42,7 +42,7 @@ def test_speed_is_told_only_where_it_can_be() -> None:
 
 
 def test_a_node_that_cannot_be_asked_keeps_its_row() -> None:
-    shown = row(Sample("job-1", 2, "node3", {}, error="no route to host"))
+    shown = load_row(Sample("job-1", 2, "node3", {}, error="no route to host"))
     assert shown[:4] == ("job-1", "2", "node3", "no route to host")
     assert len(shown) == len(HEADER)
 
@@ -64,7 +64,7 @@ def test_gpus_are_summed_up() -> None:
         ],
         "progress": {"step": 12},
     }
-    shown = dict(zip(HEADER, row(Sample("j", 0, "h", data, 1.5)), strict=True))
+    shown = dict(zip(HEADER, load_row(Sample("j", 0, "h", data, 1.5)), strict=True))
     assert (shown["GPU"], shown["RANKS"], shown["RANK MEM"]) == ("2: 95% 60 GiB", "1", "2.0 GB")
     assert shown["RANK GPU MEM"] == "3.0 GB of 4.0 GB, peak 3.5 GB"
     assert (shown["STEP"], shown["STEP/S"]) == ("12", "1.5")

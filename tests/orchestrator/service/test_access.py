@@ -13,7 +13,7 @@ import pytest
 
 from orc.orchestrator.api.access import DEFAULT_EXPIRES_S
 from orc.orchestrator.api.call import SAFE_METHODS
-from orc.orchestrator.cli.commands.token import create_command
+from orc.orchestrator.cli.commands.service import create_token_command
 from orc.orchestrator.service.app import create_app
 from orc.orchestrator.service.auth import role_of_route
 from orc.orchestrator.service.settings import Settings
@@ -114,7 +114,7 @@ def test_the_code_of_jobs_is_shown_to_their_owners_and_admins(running: Any) -> N
 
 
 def test_a_token_made_by_rest_ends_when_one_of_the_command_would(running: Any) -> None:
-    (command,) = (one for one in create_command.params if one.name == "expires")
+    (command,) = (one for one in create_token_command.params if one.name == "expires")
     assert command.type.convert(command.default, command, None) == DEFAULT_EXPIRES_S
     with running.http() as admin:
         made = admin.post("/api/v1/tokens", json={"user": "linus"}).json()

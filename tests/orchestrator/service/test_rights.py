@@ -17,8 +17,7 @@ from running_service import LoggingBackend, Running, make_running
 from orc.launchers.plan import PlanFile
 from orc.launchers.spec import load_job
 from orc.launchers.spec.groups import load_jobs
-from orc.orchestrator.api.call import SAFE_METHODS
-from orc.orchestrator.api.rights import RIGHTS, Kind, Reader, reader_of, shown_kinds
+from orc.orchestrator.api.call import RIGHTS, SAFE_METHODS, Kind, Reader, reader_of, shown_kinds
 from orc.orchestrator.client import Client
 from orc.orchestrator.ledger import polls
 from orc.orchestrator.ledger.lifecycle import Event

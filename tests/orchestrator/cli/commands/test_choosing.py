@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import orc.orchestrator.cli.commands.list as listing
+from orc.orchestrator.cli.commands import jobs as listing
 from orc.orchestrator.cli.foreign_verbs import HINTS
 from orc.orchestrator.cli.main import COMMANDS
 from orc.orchestrator.cli.ui import questions
@@ -140,10 +140,16 @@ def test_a_watched_list_prints_what_has_changed(
     def row(job: str, state: str) -> JobRow:
         return JobRow(job, "n", "local", "local", state, "", 1, 0.0, 0.0, 1.0, (), {}, None)
 
-    later = iter([[row("a-1", "RUNNING"), row("b-2", "RUNNING")], [row("a-1", "RUNNING"), row("b-2", "FAILED")]])
-    monkeypatch.setattr(listing, "INTERVAL_S", 0)
+    later = iter(
+        [
+            [row("a-1", "RUNNING")],
+            [row("a-1", "RUNNING"), row("b-2", "RUNNING")],
+            [row("a-1", "RUNNING"), row("b-2", "FAILED")],
+        ]
+    )
+    monkeypatch.setattr(listing, "WATCH_INTERVAL_S", 0)
     with pytest.raises(StopIteration):
-        listing.watch(lambda: next(later), [row("a-1", "RUNNING")], wide=False)
+        listing.watch(lambda: next(later), wide=False)
     shown = [line.split()[:2] for line in capfd.readouterr().out.splitlines()]
     assert shown == [["JOB", "STATE"], ["a-1", "RUNNING"], ["b-2", "RUNNING"], ["b-2", "FAILED"]]
     assert orc("list", "-w", "--json").code == 2

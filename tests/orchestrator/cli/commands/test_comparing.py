@@ -1,8 +1,14 @@
-"""`orc diff`, `orc tag`, `orc cost`: what differs, what is noted, what it has cost."""
+"""`orc diff`, `orc tag`, `orc cost`, `orc quota`, `orc cancel`."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+
+from orc.orchestrator.client import Client
+
+from ..conftest import Run
 
 JOB = """\
 name: hello
@@ -88,3 +94,57 @@ def test_logs_of_ranks_are_merged_by_time_and_searched(orc, job_file):
     assert orc("logs", "--rank", "0", "--since", "2026-01-01T00:00:05").out == "2026-01-01T00:00:10 second of 0\n"
     assert "\x1b[" in orc("logs", "--color").out
     assert orc("logs", "--grep", "(").code == 2
+
+
+def test_a_quota_is_set_listed_with_what_is_in_flight_and_removed(orc, job_file):
+    assert orc("quota", "set", "--project", "vision", "gpus", "16").out == "project vision: 16 gpus\n"
+    assert orc("quota", "set", "--project", "vision", "gpus", "8").code == 0
+    assert orc("quota", "set", "--user", "nobody", "jobs", "0", "--json").json == {
+        "scope": "user",
+        "name": "nobody",
+        "resource": "jobs",
+        "amount": 0.0,
+    }
+    found = orc("quota", "list", "--json").json["quotas"]
+    assert [(q["name"], q["amount"], q["used"]) for q in found] == [("vision", 8.0, 0), ("nobody", 0.0, 0)]
+    assert "SCOPE" in orc("quota", "list").out
+    assert orc("quota", "remove", "--user", "nobody", "jobs").code == 0
+    refused = orc("quota", "remove", "--user", "nobody", "jobs", "--json")
+    assert "no quota of jobs" in refused.error["what"]
+    assert len(orc("quota", "list", "--json").json["quotas"]) == 1
+
+
+@pytest.mark.parametrize("named", [[], ["--user", "ada", "--project", "vision"]])
+def test_whose_it_is_has_to_be_said(orc, named):
+    assert "--user NAME or --project NAME" in orc("quota", "set", *named, "gpus", "1").err
+
+
+def test_a_job_waits_for_its_quota_and_is_counted(orc, job_file):
+    path = job_file("name: hello\ncommand: 'true'\nlauncher: python\nproject: vision\n")
+    assert orc("quota", "set", "--project", "vision", "jobs", "0").code == 0
+    job = orc("submit", path, "--priority", "7", "--no-reconciler", "--json").json
+    assert (job["state"], job["spec"]["priority"]) == ("QUEUED", 7)
+    assert job["reason"] == "waiting for ever: it needs 1 of the 0 jobs of the project vision"
+    assert orc("quota", "remove", "--project", "vision", "jobs").code == 0
+    assert orc("wait", job["id"]).code == 0
+
+
+def test_a_job_whose_cluster_is_silent_is_not_called_asked(orc: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def job(name: str, cluster: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            id=name, state="RUNNING", cluster=cluster, ended=False, reason="", attempts=[], to_dict=dict
+        )
+
+    def cancel(_client: Client, ids, *, grace_s, on_unreachable):
+        on_unreachable({"hpc": "scancel did not answer within 30 s"})
+        return [job("far", "hpc"), job("near", "local")]
+
+    monkeypatch.setattr(Client, "resolve", lambda self, given: given)
+    monkeypatch.setattr(Client, "cancel", cancel)
+    shown = orc("cancel", "far", "near")
+    assert shown.out.splitlines() == [
+        "far  RUNNING  to be stopped, not told yet; `orc wait` waits for the end",
+        "near  RUNNING  asked to stop; `orc wait` waits for the end",
+    ]
+    assert "scancel did not answer within 30 s" in shown.err
+    assert "the wish is kept" in shown.err

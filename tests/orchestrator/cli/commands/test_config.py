@@ -289,14 +289,6 @@ def test_without_a_file_it_says_where_it_looked(orc: Run, home: Path) -> None:
         assert "orc config default" in result.err
 
 
-def test_a_wrong_file_is_refused_with_its_line(orc: Run, place: Path) -> None:
-    (place / "wrong.yaml").write_text("num_procesess: 2\n")
-    result = orc("config", "convert", "wrong.yaml")
-    assert result.code == 2
-    assert "wrong.yaml:1:1" in result.err
-    assert "did you mean 'num_processes'?" in result.err
-
-
 def test_a_conversion_writes_files_that_render_and_overwrites_none(
     orc: Run, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

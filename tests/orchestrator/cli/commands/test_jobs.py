@@ -20,7 +20,7 @@ from hosts_testbed import eventually
 
 from orc.launchers.backends.local.backend import LocalBackend
 from orc.launchers.paths import state_dir
-from orc.orchestrator.cli.commands import list as listing
+from orc.orchestrator.cli.commands import jobs as listing
 from orc.orchestrator.cli.commands.logs import _no_logs
 
 from ..conftest import Run
@@ -91,7 +91,7 @@ def test_submit_follow_shows_rank_0_byte_for_byte_rings_and_succeeds(
     orc: Run, job_file: JobFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rung: list[Any] = []
-    monkeypatch.setattr("orc.orchestrator.cli.ui.display.ring", lambda *said: rung.append(said))
+    monkeypatch.setattr("orc.orchestrator.cli.commands.submit.ring", lambda *said: rung.append(said))
     assert orc("submit", job_file(TWO), "--bell").code == 2
     result = orc("submit", job_file(TWO), "--follow", "--bell")
     assert [(title, "SUCCEEDED" in line) for title, (line,) in rung] == [("orc", True)]
@@ -187,22 +187,6 @@ def test_logs_that_are_not_there_are_an_error(orc: Run, job_file: JobFile, monke
         assert (away.code, away.out) == (5, "")
         assert "n4" in away.err
         assert "there is no such log" not in away.err
-
-
-def test_a_hundred_megabytes_of_log_are_copied_byte_for_byte(
-    orc_process: Run, orc: Run, job_file: JobFile, place: Path
-) -> None:
-    orc("submit", job_file(TWO), "--follow")
-    (log,) = Path(os.environ["ORC_STATE_DIR"]).glob("jobs/*/a1/logs/rank-0.log")
-    data = os.urandom(1 << 20) * 100
-    log.write_bytes(data)
-    target = place / "copy"
-    with target.open("wb") as file:
-        code = subprocess.run(
-            [sys.executable, "-m", "orc.orchestrator.cli.main", "logs", "@last", "--rank", "0"], stdout=file
-        ).returncode
-    assert code == 0
-    assert target.read_bytes() == data
 
 
 def test_a_failed_setup_shows_the_log_of_the_node(orc: Run, job_file: JobFile) -> None:
@@ -331,14 +315,6 @@ def test_events_tell_the_history_in_order(orc: Run, job_file: JobFile) -> None:
     assert "made ready" in shown
     assert "the job has succeeded" in shown
     assert "native_id=" in orc("events", "-o", "wide").out
-
-
-def test_a_job_is_found_by_the_start_of_its_id_and_suggested_when_mistyped(orc: Run, job_file: JobFile) -> None:
-    job = orc("submit", job_file(), "--follow", "--json").json["id"]
-    assert orc("status", job[:-2], "--json").json["jobs"][0]["id"] == job
-    unknown = orc("status", job[:-1] + "0")
-    assert unknown.code == 4
-    assert job in unknown.err
 
 
 def test_job_ids_complete_in_the_shell(orc: Run, job_file: JobFile) -> None:

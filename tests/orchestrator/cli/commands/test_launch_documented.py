@@ -16,8 +16,8 @@ import pytest
 
 from orc.launchers.accelerate.keys import GROUPS, OPTIONS
 from orc.launchers.foreground.launch import interpreter_flags
-from orc.orchestrator.cli.commands.launch import command
-from orc.orchestrator.cli.ui.reporting import launch_options_with_value
+from orc.orchestrator.cli.commands.launch import launch_command
+from orc.orchestrator.cli.ui.output import launch_options_with_value
 
 from ..conftest import Run
 
@@ -95,7 +95,7 @@ def test_help_has_every_flag_in_its_group(orc: Run) -> None:
     assert places == sorted(places)
     words = set(shown.replace(",", " ").split())
     assert [flag for one in OPTIONS.values() for flag in one.flags if flag not in words] == []
-    with_value = [one for one in command.params if isinstance(one, click.Option) and not one.is_flag]
+    with_value = [one for one in launch_command.params if isinstance(one, click.Option) and not one.is_flag]
     assert {flag for one in with_value for flag in one.opts} == launch_options_with_value()
     narrow = orc("launch", "--use-fsdp", "--fp8_backend=te", "-h").out
     assert ("--fsdp_offload_params" in narrow, "--fp8_margin" in narrow, "--num_processes" in narrow) == (True,) * 3

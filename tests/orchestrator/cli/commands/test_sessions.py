@@ -154,7 +154,7 @@ def test_a_program_that_is_needed_to_get_to_a_node_and_is_missing_is_a_failure(
 ) -> None:
     from orc.launchers.backends.base import NodeEntry
     from orc.launchers.errors import BackendUnreachable
-    from orc.orchestrator.cli.commands.exec import _everywhere
+    from orc.orchestrator.cli.commands.nodes import _everywhere
     from orc.orchestrator.insight import sessions
 
     entry = NodeEntry(3, "gpu3", "/somewhere", "python3", prefix=("/no/such/ssh",))

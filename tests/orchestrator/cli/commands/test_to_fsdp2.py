@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers.errors import SpecError
-from orc.orchestrator.cli.commands.to_fsdp2 import NotConvertibleError, convert
+from orc.orchestrator.cli.commands.models import NotConvertibleError, convert
 
 from ..conftest import Run
 

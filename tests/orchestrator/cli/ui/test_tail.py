@@ -11,7 +11,7 @@ import pytest
 
 from orc.launchers.backends.base import LogChunk, LogSelector
 from orc.launchers.errors import BackendUnreachable
-from orc.orchestrator.cli.ui.tail import Cursor, PlainSink, PrefixSink, Selection, last_lines
+from orc.orchestrator.cli.ui.tail import Cursor, PlainSink, PrefixSink, Selection
 
 R0, R1, N0 = LogSelector(rank=0), LogSelector(rank=1), LogSelector(node=0)
 L = LogSelector(launcher=True)
@@ -141,10 +141,6 @@ def test_the_tail_of_a_host_that_does_not_answer_is_shown_when_it_does(monkeypat
     logs.data[R0] += b"more"
     cursor.copy(1, [R0])
     assert out.getvalue() == b"ccc\nmore"
-
-
-def test_last_lines_of_nothing_is_nothing() -> None:
-    assert last_lines(b"", 3) == b""
 
 
 @pytest.mark.parametrize("mode", ["wb", "ab"])

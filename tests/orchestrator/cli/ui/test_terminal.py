@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ import pytest
 from orc.orchestrator.cli.ui import display as displays
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.display import Display, describe, display, waiting
+from orc.orchestrator.cli.ui.jobtext import headline, situation
 from orc.orchestrator.cli.ui.tail import writer
+from orc.orchestrator.views import AttemptView, JobView
 
 from ..conftest import Run
 
@@ -211,10 +214,9 @@ _WRITERS = {
     "cli/ui/output.py": {".echo("},
     "cli/commands/submit.py": {"sys.stdout.buffer", "sys.stderr.buffer"},  # for the sinks of `tail`
     "cli/ui/tail.py": {"sys.stdout.buffer"},
-    "cli/commands/exec.py": {"sys.stdout.buffer"},  # for `tail.writer`
     "cli/commands/env.py": {"print("},  # in a process of its own, read as JSON
-    "cli/commands/list.py": {"Live("},  # is given what `output.rendered` has made
-    "cli/commands/top.py": {"Live("},  # is given cells that are escaped
+    "cli/commands/jobs.py": {"Live("},  # is given what `output.rendered` has made
+    "cli/commands/nodes.py": {"Live(", "sys.stdout.buffer"},  # cells that are escaped; `tail.writer`
     "engine/log_rules.py": {"print("},  # in a process of its own, read as JSON
     "functions/node.py": {".print_exc("},  # into the log of the rank
 }
@@ -242,3 +244,33 @@ def test_tables_are_cut_to_the_terminal_and_never_in_their_first_column(monkeypa
     assert "x" * 80 in output.table(("JOB", "STATE", "REASON"), rows, fit=False)
     monkeypatch.setenv("COLUMNS", "10")
     assert output.table(("JOB", "STATE", "REASON"), rows).splitlines()[1] == "digits-abcdef-123456  RUNNING  xxxxxxx…"
+
+
+ATTEMPT = AttemptView(1, "orc-d-a1", "PREPARED", None, "", None, (), None, None, None, 0, {}, None)
+VIEW = JobView("d", "d", "lab", "ssh", "PREPARED", "", 0.0, 0.0, None, None, None, {}, {}, {}, "", (ATTEMPT,))
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "attempt", "said"),
+    [
+        ("PREPARED", "", {}, "about to be sent to lab"),
+        ("PREPARED", "waiting for n1: no answer", {}, "waiting for n1: no answer"),
+        ("SUBMITTING", "", {"state": "SUBMITTING", "submitted_at": 0.0}, "being sent to lab"),
+        ("SUBMITTING", "", {"state": "SUBMITTING", "submitted_at": 86400.0}, "being sent to lab since 1970-01-0"),
+        ("SUBMITTING", "", {"state": "AMBIGUOUS"}, "being looked for on lab: its submission was cut off"),
+        ("PENDING", "", {}, "lab has it and has not started it yet"),
+        ("PENDING", "", {"reason": "Priority"}, "Priority"),
+        ("RUNNING", "", {"progress": {"step": 3}}, "step 3"),
+        ("RUNNING", "cannot reach lab: no answer", {}, "cannot reach lab: no answer"),
+    ],
+)
+def test_a_job_that_has_not_ended_says_what_it_waits_for(state, reason, attempt, said):
+    job = replace(VIEW, state=state, reason=reason, attempts=(replace(ATTEMPT, **attempt),))
+    assert situation(job).startswith(said)
+    assert headline(job).startswith(f"d  {state}  {said}")
+
+
+def test_a_retry_says_when_it_runs_again_and_a_headline_which_attempt_it_is():
+    job = replace(VIEW, state="QUEUED", reason="waiting to run again after boom", next_attempt_at=86400.0)
+    assert situation(job).startswith("waiting to run again after boom, at 1970-01-0")
+    assert headline(replace(job, attempts=(ATTEMPT, replace(ATTEMPT, number=2)))).startswith("d  QUEUED  attempt 2  ")

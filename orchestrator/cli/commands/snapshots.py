@@ -1,33 +1,33 @@
-"""`orc sync`: bring a job's snapshot to a cluster before it is submitted, or show what would be sent."""
+"""Commands about snapshots on clusters: `orc sync`, `orc gc`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from orc.launchers.errors import BundleError
-from orc.orchestrator.cli.options import cluster_option, json_option, set_option
-from orc.orchestrator.cli.session import open_ledger
+from orc.launchers.errors import BundleError, LaunchError
+from orc.orchestrator.cli.invocation import AGE, cluster_option, json_option, open_ledger, set_option
 from orc.orchestrator.cli.ui import output
 from orc.orchestrator.cli.ui.display import READING, waiting
 from orc.orchestrator.cli.ui.output import echo
 
 if TYPE_CHECKING:
-    from orc.launchers.backends.base import Backend, Snapshot
+    from orc.launchers.backends.base import Backend
+    from orc.launchers.snapshot.gc import GcReport
     from orc.launchers.snapshot.manifest import Bundle
     from orc.launchers.spec import LoadedJob
     from orc.launchers.transfer.delivery import Comparison, SyncReport
     from orc.orchestrator.client import Client
+    from orc.orchestrator.engine.cleanup import Place
+
 
 _SHOWN = 20  # files of each kind
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(NamedTuple):
     """A snapshot of those that belong to the job."""
 
     name: str  # code, runtime, environment
@@ -42,7 +42,9 @@ class Tree:
 @set_option
 @click.option("--explain", is_flag=True, help="Show what would be sent, and why; change nothing on the cluster.")
 @json_option
-def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...], explain: bool, as_json: bool) -> int:
+def sync_command(
+    job_file: str | None, cluster: str | None, overrides: tuple[str, ...], explain: bool, as_json: bool
+) -> int:
     """Bring the snapshots of the job in JOB.yaml to its cluster; without a job, orc's own runtime.
 
     `orc submit` does this by itself. Exit status 1 if a host could not be served; the others are.
@@ -72,11 +74,11 @@ def command(job_file: str | None, cluster: str | None, overrides: tuple[str, ...
                 dry_run=explain,
             )
     if as_json:
-        output.echo_json(_to_dict(name, bundles, trees, reports))
+        output.echo_json(_sync_dict(name, bundles, trees, reports))
     elif explain:
         echo(_explanation(trees, reports))
     else:
-        echo(_table(bundles, reports))
+        echo(_sync_table(bundles, reports))
     for report in reports.values():
         if report.error is not None and not as_json:
             echo(f"\n{report.error}", err=True)
@@ -87,17 +89,16 @@ def _bundles(client: Client, loaded: LoadedJob | None, backend: Backend, explain
     """Return the trees that have to be there, by name; stored here unless they are only compared."""
     from orc.launchers.snapshot.runtime_tree import runtime_bundle
     from orc.orchestrator.engine.job_source import scan_job, take
+    from orc.orchestrator.engine.steps import silent
 
     store = client.workspace.store
     if loaded is None:
         runtime = runtime_bundle(cache=store.scan_cache)
         return {"runtime": runtime.bundle if explain else store.ingest(runtime)}
-    if not explain:
-        return _named(take(store, loaded, lambda *_: None, backend))
-    return _named(scan_job(loaded, backend, store.scan_cache, client.workspace.state_dir)[0])
-
-
-def _named(snapshot: Snapshot) -> dict[str, Bundle]:
+    if explain:
+        snapshot = scan_job(loaded, backend, store.scan_cache, client.workspace.state_dir)[0]
+    else:
+        snapshot = take(store, loaded, silent, backend)
     by_digest = {bundle.digest: bundle for bundle in snapshot.bundles}
     return {name: by_digest[digest] for name, digest in snapshot.digests.items()}
 
@@ -110,11 +111,8 @@ def _compared(client: Client, loaded: LoadedJob | None, bundles: Mapping[str, Bu
     found = []
     for name, bundle in bundles.items():
         old = None
-        if name in digests:
-            try:
-                old = client.workspace.store.load(digests[name])
-            except BundleError:  # collected since
-                old = None
+        with suppress(KeyError, BundleError):  # it had none, or it was collected since
+            old = client.workspace.store.load(digests[name])
         found.append(Tree(name, bundle, job if old else "", compare(old, bundle)))
     return found
 
@@ -126,17 +124,12 @@ def _last(client: Client, loaded: LoadedJob | None) -> tuple[str, dict[str, str]
     source = str(loaded.source_path.absolute()) if loaded and loaded.source_path else None
     where, parameters = ("WHERE source = :source", {"source": source}) if source else ("", {})
     with client.workspace.ledger.database.read() as connection:
-        rows = connection.tuples(
-            f"SELECT id, digests FROM jobs {where} ORDER BY created_at DESC, id LIMIT 1",  # noqa: S608
-            parameters,
-        )
+        query = f"SELECT id, digests FROM jobs {where} ORDER BY created_at DESC, id LIMIT 1"  # noqa: S608
+        rows = connection.tuples(query, parameters)
     return (str(rows[0][0]), json.loads(rows[0][1])) if rows else ("", {})
 
 
-# --- as text and as JSON ----------------------------------------------------------------------------------------------
-
-
-def _to_dict(
+def _sync_dict(
     cluster: str, bundles: Mapping[str, Bundle], trees: Sequence[Tree], reports: Mapping[str, SyncReport]
 ) -> dict[str, Any]:
     from orc.launchers.transfer.delivery import lacking
@@ -146,18 +139,13 @@ def _to_dict(
         {"name": name, "digest": b.digest, "files": len(b.entries), "bytes": b.size, **compared.get(name, {})}
         for name, b in bundles.items()
     ]
-    hosts = []
-    for report in reports.values():
-        told = report.to_dict()
-        if trees:
-            told["missing"] = {
-                name: [entry.path for entry in lacking(bundle, report.missing)] for name, bundle in bundles.items()
-            }
-        hosts.append(told)
+    hosts = [report.to_dict() for report in reports.values()]
+    for told, report in zip(hosts, reports.values(), strict=True) if trees else ():
+        told["missing"] = {n: [entry.path for entry in lacking(b, report.missing)] for n, b in bundles.items()}
     return {"cluster": cluster, "explained": bool(trees), "snapshots": snapshots, "hosts": hosts}
 
 
-def _table(bundles: Mapping[str, Bundle], reports: Mapping[str, SyncReport]) -> str:
+def _sync_table(bundles: Mapping[str, Bundle], reports: Mapping[str, SyncReport]) -> str:
     rows = []
     for report in reports.values():
         what = "failed" if report.error else ", ".join(_names(bundles, report.new)) or "up to date"
@@ -180,7 +168,8 @@ def _explanation(trees: Sequence[Tree], reports: Mapping[str, SyncReport]) -> st
         if tree.against:
             counts = f"{len(compared.new)} new, {len(compared.changed)} changed, {len(compared.removed)} removed"
             lines.append(f"  against {tree.against}: {counts}, {compared.unchanged} unchanged")
-            for kind, entries in (("new", compared.new), ("changed", compared.changed), ("removed", compared.removed)):
+            for kind in ("new", "changed", "removed"):
+                entries = getattr(compared, kind)
                 lines += [f"    {kind:8} {entry.path}  {output.size(entry.size)}" for entry in entries[:_SHOWN]]
                 if len(entries) > _SHOWN:
                     lines.append(f"    {kind:8} ... and {len(entries) - _SHOWN} more")
@@ -200,3 +189,72 @@ def _explanation(trees: Sequence[Tree], reports: Mapping[str, SyncReport]) -> st
             why = f"it has all contents of {' and '.join(names)}, from other snapshots"
         rows.append((report.host, str(report.contents), output.size(report.size), why))
     return "\n".join([*lines, "", output.table(("HOST", "CONTENTS TO SEND", "SIZE", "WHY"), rows)])
+
+
+@click.command("gc")
+@cluster_option
+@click.option("--dry-run", is_flag=True, help="Show what would be removed; change nothing.")
+@click.option(
+    "--older-than", type=AGE, default="7d", show_default=True, metavar="AGE",
+    help="Keep snapshots and environments used within this time; at least an hour.",
+)  # fmt: skip
+@click.option(
+    "--work", is_flag=True, help="Remove the working copies of ended jobs too; not their checkpoints and logs."
+)
+@json_option
+def gc_command(cluster: str | None, dry_run: bool, older_than: float, work: bool, as_json: bool) -> int:
+    """Remove snapshots and environments that no job needs, from the state directory or (--cluster) from a cluster.
+
+    Where users have accounts of their own there, each account's are removed with its connection. Kept is what jobs need
+    that have not ended, and what was used lately. Of a job whose snapshot is removed, `orc resubmit` is no longer
+    possible. Exit status 1 when a host could not be cleaned.
+    """
+    from orc.launchers.remote.transport import LocalTransport
+    from orc.launchers.snapshot.gc import GcRequest
+    from orc.launchers.transfer.targets import Targets, collect_garbage
+    from orc.orchestrator.engine.cleanup import collect_at, snapshot_needs
+
+    client = open_ledger()
+    needed = snapshot_needs(client.workspace.ledger)
+    request = GcRequest("", older_than, needed.digests, needed.ended, work, dry_run)
+    with waiting(f"looking for what no job needs, {f'on {cluster}' if cluster else 'here'}"):
+        if cluster is None:
+            here = Targets({"here": (LocalTransport(), str(client.workspace.state_dir))}, {})
+            found = {(host, ""): result for host, result in collect_garbage(here, request).items()}
+        else:
+            found = collect_at(client.workspace, cluster, request)
+    if as_json:
+        output.echo_json({"dry_run": dry_run, "hosts": [_gc_dict(place, result) for place, result in found.items()]})
+        return int(any(_problems(result) for result in found.values()))
+    freed = "WOULD FREE" if dry_run else "FREED"
+    header = ("HOST", "SNAPSHOTS", "CONTENTS", "ENVIRONMENTS", "WORK", freed, "KEPT")
+    echo(output.table(header, [_gc_row(place, result) for place, result in found.items()]))
+    for place, result in found.items():
+        for problem in _problems(result):
+            echo(f"\n{_shown(place)}: {problem}")
+    return int(any(_problems(result) for result in found.values()))
+
+
+def _problems(result: GcReport | LaunchError) -> Sequence[str]:
+    return [str(result)] if isinstance(result, LaunchError) else result.problems
+
+
+def _shown(place: Place) -> str:
+    host, user = place
+    return f"{host} ({user})" if user else host
+
+
+def _gc_dict(place: Place, result: GcReport | LaunchError) -> dict[str, Any]:
+    host, user = place
+    where = {"host": host, **({"user": user} if user else {})}
+    if isinstance(result, LaunchError):
+        return {**where, "error": str(result)}
+    told = result.to_dict()
+    return {**where, "error": None, **told, "bytes": told.pop("size")}
+
+
+def _gc_row(place: Place, result: GcReport | LaunchError) -> tuple[str, ...]:
+    if isinstance(result, LaunchError):
+        return (_shown(place), *["-"] * 6)
+    counts = (len(result.snapshots), result.contents, len(result.environments), len(result.work))
+    return (_shown(place), *map(str, counts), output.size(result.size), str(result.kept))

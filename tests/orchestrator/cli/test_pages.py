@@ -1,4 +1,4 @@
-"""The examples of the pages about several jobs do what the pages say."""
+"""The reference, the tutorials and the how-to pages about several jobs say what happens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
+from executed_page import ExecutedPage
 
 from orc.launchers.spec.groups import LoadedGroup, load_jobs
 from orc.orchestrator.cli.commands import groups
+from orc.orchestrator.cli.main import COMMANDS, HIDDEN, load
 
 PAGES = Path(__file__).parents[3] / "docs" / "how-to"
 
@@ -85,3 +88,46 @@ def test_a_group_of_which_a_part_is_refused_says_the_first_refusal(
     monkeypatch.setattr(groups, "open_client", lambda reconciler: client)
     assert groups.submit_group(None, reconciler=False, yes=True, as_json=False) != 0
     assert "\nt-bbbbbb FAILED: too many jobs\n" in capsys.readouterr().err
+
+
+REFERENCE_PAGES = Path(__file__).parents[3] / "docs" / "reference"
+REFERENCE = (REFERENCE_PAGES / "cli.md").read_text(encoding="utf-8")
+ALIAS = {"run": "launch"}  # has the options that the section of the other name tells
+OWN_PAGE = {"launch": (REFERENCE_PAGES / "launch.md").read_text(encoding="utf-8")}  # beside its section: its many flags
+SHARED = {"submit": set(), "resubmit": {"--follow", "--rank", "--all-ranks", "--reconciler", "--no-reconciler"}}
+
+
+def _section(name: str) -> str:
+    name = ALIAS.get(name, name)
+    (section,) = re.findall(rf"^### `orc {name}\b.*?(?=^##|\Z)", REFERENCE, re.MULTILINE | re.DOTALL)
+    return section
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in HIDDEN])
+def test_the_reference_names_every_option(name: str) -> None:
+    command = load(name)
+    below = list(command.commands.values()) if isinstance(command, click.Group) else []
+    options = [p for each in (command, *below) for p in each.params if isinstance(p, click.Option)]
+    taken = {text.replace("_", "-") for option in options for text in (*option.opts, *option.secondary_opts)} - {
+        "--json"
+    }
+    section = _section(name)
+    page = re.sub(r"(?<=[a-z0-9])_(?=[a-z0-9])", "-", OWN_PAGE.get(ALIAS.get(name, name), ""))
+    named = set(re.findall(r"`(--?[a-z][a-z0-9-]*)", section + page))
+    assert {t for t in taken if t.startswith("--")} - SHARED.get(name, set()) <= named
+    shown = set(re.findall(r"^\| `(--?[a-z][a-z0-9-]*)|^\| `-.`, `(--[a-z0-9-]+)", section, re.MULTILINE))
+    assert {text for pair in shown for text in pair if text} <= taken
+
+
+TUTORIALS = Path(__file__).parents[3] / "docs/tutorials"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["your-own-script", "laptop-to-slurm"])
+def test_the_tutorial_works(name: str, tmp_path: Path, orc_home: Path) -> None:
+    page = ExecutedPage((TUTORIALS / f"{name}.md").read_text(), tmp_path)
+    page.write_files(orc_home / "config")
+    for block in page.commands:
+        page.run(block)
+    page.check()
