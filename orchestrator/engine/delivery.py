@@ -138,7 +138,8 @@ def accept(ws: Workspace, begun: Sequence[JobRecord], handles: Sequence[Handle])
     """Store the handles of the attempts that *begun* have, as they were sent. Another process may have been faster;
     that is recorded. The agents' lease lets only one copy run where both are at one place; this one is told to end
     where it is at another one, or where the attempt was given up meanwhile."""
-    sent = {job.id: (handle, _sent_to(job)) for job, handle in zip(begun, handles, strict=True)}
+    places = [job.attempt.sent_to if job.attempt else None for job in begun]
+    sent = {job.id: (handle, place) for job, handle, place in zip(begun, handles, places, strict=True)}
 
     def change(current: JobRecord, now: float) -> JobUpdate:
         attempt, (handle, sent_to) = current.attempt, sent[current.id]
@@ -152,12 +153,6 @@ def accept(ws: Workspace, begun: Sequence[JobRecord], handles: Sequence[Handle])
     for job in stored:
         orphans.end_if_orphaned(ws, job, *sent[job.id])
     return stored
-
-
-def _sent_to(job: JobRecord) -> Destination | None:
-    if job.attempt is None:
-        raise ValueError(f"{job.id} has no attempt that could have been sent")
-    return job.attempt.sent_to
 
 
 def _is(attempt: AttemptRecord, handle: Handle, sent_to: Destination | None) -> bool:

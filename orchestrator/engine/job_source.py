@@ -1,4 +1,4 @@
-"""What a job is submitted from: its file, checked by all that will look at it, and the snapshot of its code.
+"""Sources of jobs: the file of one, checked by all that will look at it, and the snapshot of its code.
 
 Each of them stops at its first mistake where it is asked for a plan. Here all are asked, so that one look shows all.
 The backend is asked only where something else is wrong: the plan that the caller renders next says what it has against

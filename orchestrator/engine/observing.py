@@ -101,36 +101,34 @@ def _poll_with_lease(
         if urgency.max_age_s is not None:
             _await_answer(ws, access, before, report)
         return
-    last = _poll_of(ws, access) or polls.ClusterPoll(cluster)
-    if last.polled_at != (before.polled_at if before else None) and not polls.is_due(
-        last, ws.clock(), moved_at=moved_at, max_age_s=urgency.max_age_s
-    ):
-        with ws.ledger.database.write() as connection:
-            polls.release(connection, cluster, ws.owner, access.account)  # another process was faster
-        return
-    own = PassReport()
+    done: polls.ClusterPoll | None = None
     try:
-        everything = _by_access(ws, ws.ledger.active(cluster=cluster), own)[access]
+        last = _poll_of(ws, access) or polls.ClusterPoll(cluster)
+        if last.polled_at != (before.polled_at if before else None) and not polls.is_due(
+            last, ws.clock(), moved_at=moved_at, max_age_s=urgency.max_age_s
+        ):
+            return  # another process was faster
+        everything = _by_access(ws, ws.ledger.active(cluster=cluster), PassReport())[access]
         own = PassReport()
         changed = _poll_cluster(ws, access, everything, own)
-    except BaseException:
+        now, error = ws.clock(), own.unreachable.get(cluster)
+        report.unreachable.update(own.unreachable)
+        interval = polls.next_interval(last.interval_s or 0.0, changed=changed, failed=error is not None)
+        done = polls.ClusterPoll(
+            cluster,
+            next_at=now + polls.spread(interval, random.random()),  # noqa: S311
+            interval_s=interval,
+            polled_at=now,
+            answered_at=last.answered_at if error else now,
+            error=error,
+            account=access.account,
+        )
+    finally:
         with ws.ledger.database.write() as connection:
-            polls.release(connection, cluster, ws.owner, access.account)
-        raise
-    now, error = ws.clock(), own.unreachable.get(cluster)
-    report.unreachable.update(own.unreachable)
-    interval = polls.next_interval(last.interval_s or 0.0, changed=changed, failed=error is not None)
-    done = polls.ClusterPoll(
-        cluster,
-        next_at=now + polls.spread(interval, random.random()),  # noqa: S311
-        interval_s=interval,
-        polled_at=now,
-        answered_at=last.answered_at if error else now,
-        error=error,
-        account=access.account,
-    )
-    with ws.ledger.database.write() as connection:
-        polls.record(connection, done, ws.owner)
+            if done is None:
+                polls.release(connection, cluster, ws.owner, access.account)
+            else:
+                polls.record(connection, done, ws.owner)
 
 
 def _poll_of(ws: Workspace, access: Access) -> polls.ClusterPoll | None:

@@ -1,4 +1,4 @@
-"""Feeds of the ledger's events and of logs: one reader for all who listen, in bounded memory."""
+"""Feeds of the ledger's events and of logs: one reader for all who follow, in bounded memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ClientThreads:
 
 @dataclass(frozen=True)
 class FeedEvent(EventRecord):
-    """Event with what a listener shows of its job: its state, name and owner when the event was read."""
+    """Event with what a follower shows of its job: its state, name and owner when the event was read."""
 
     state: str
     name: str
@@ -57,21 +57,21 @@ class FeedEvent(EventRecord):
 class EventFeed:
     """Events of all jobs in the order of their ids, from any id on.
 
-    Listeners keep their own positions: a slow one falls behind and is in nobody's way, nothing is queued for it.
+    Followers keep their own positions: a slow one falls behind and is in nobody's way, nothing is queued for it.
     """
 
     def __init__(self, clients: LedgerClients, poll_s: float) -> None:
         self._threads, self._poll_s = ClientThreads(clients, 2), poll_s
         self._kept: deque[FeedEvent] = deque(maxlen=_KEPT_EVENTS)
-        self._position = 0  # id of the newest event that listeners may see
+        self._position = 0  # id of the newest event that followers may see
         self._news = asyncio.Condition()
-        self._listeners = 0
+        self._followers = 0
         self._poller: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
-    async def listen(self, after: int | None = None, job_id: str | None = None) -> AsyncGenerator[FeedEvent]:
+    async def follow(self, after: int | None = None, job_id: str | None = None) -> AsyncGenerator[FeedEvent]:
         """Yield the events after the id *after* (from now on, without one), of *job_id* if given, and go on."""
-        self._listeners += 1
+        self._followers += 1
         try:
             async with self._starting:
                 if not self.is_polling:
@@ -87,11 +87,11 @@ class EventFeed:
                 async with self._news:
                     await self._news.wait_for(lambda: self._position > position)  # noqa: B023 - awaited right here
         finally:
-            self._listeners -= 1
+            self._followers -= 1
 
     @property
     def is_polling(self) -> bool:
-        """True while the ledger is polled: as long as there are listeners."""
+        """True while the ledger is polled: as long as there are followers."""
         return self._poller is not None and not self._poller.done()
 
     def close(self) -> None:
@@ -108,10 +108,10 @@ class EventFeed:
         return [event for event in found if event.id <= self._position]
 
     async def _poll(self) -> None:
-        while self._listeners:
+        while self._followers:
             try:
                 await self._advance()
-            except LaunchError as error:  # the ledger is away: listeners wait, nothing is lost
+            except LaunchError as error:  # the ledger is away: followers wait, nothing is lost
                 logger.warning("cannot read events: %s", error)
             await asyncio.sleep(self._poll_s)
 

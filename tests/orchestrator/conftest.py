@@ -19,8 +19,10 @@ sys.path.insert(0, str(HERE))  # for the fakes, which subprocesses import as wel
 from fake_backend import FakeBackend  # noqa: E402
 from fake_clock import Clock  # noqa: E402
 
+from orc.launchers.backends.base import Phase  # noqa: E402
 from orc.launchers.spec import LoadedJob, load_job  # noqa: E402
 from orc.orchestrator.client import Client  # noqa: E402
+from orc.orchestrator.views import JobView  # noqa: E402
 
 
 @pytest.fixture
@@ -52,6 +54,19 @@ def job_file(tmp_path: Path) -> Callable[..., LoadedJob]:
         return load_job(path)
 
     return write
+
+
+@pytest.fixture
+def see(client: Client, backend: FakeBackend) -> Callable[..., JobView]:
+    """Passes see this of the attempt that *view* shows, and go on. Returns the job as it is then."""
+
+    def see(view: JobView, phase: Phase, *, passes: int = 1, **observation: Any) -> JobView:
+        backend.set(view.attempt.marker, phase, **observation)
+        for _ in range(passes):
+            client.refresh()
+        return client.job(view.id)
+
+    return see
 
 
 @pytest.fixture

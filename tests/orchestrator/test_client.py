@@ -161,11 +161,10 @@ def test_references_to_jobs(client, clock, job_file):
 
 
 def test_a_list_says_how_old_a_state_is_and_only_what_the_cluster_said_makes_it_younger(
-    client, backend, clock, job_file
+    client, backend, clock, job_file, see
 ):
     job = client.submit(job_file())
-    backend.set(job.attempt.marker, Phase.RUNNING)
-    client.refresh()
+    see(job, Phase.RUNNING)
     running = clock.now
     clock.now += 300
     backend.behave(poll="unreachable")
@@ -179,16 +178,13 @@ def test_a_list_says_how_old_a_state_is_and_only_what_the_cluster_said_makes_it_
     clock.now += 5
     client.refresh()
     assert client.jobs()[0].age_from == clock.now - 5  # the ledger is not written for each look
-    backend.set(job.attempt.marker, Phase.SUCCEEDED)
-    client.refresh()
+    see(job, Phase.SUCCEEDED)
     assert client.jobs()[0].age_from is None
 
 
-def test_views_are_json_able_whole(client, backend, job_file):
+def test_views_are_json_able_whole(client, job_file, see):
     view = client.submit(job_file(tags={"a": "b"}, args={"x": [1, "é"]}))
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash", reason="boom", hosts=["n1"])
-    client.refresh()
-    view = client.job(view.id)
+    view = see(view, Phase.FAILED, cause="crash", reason="boom", hosts=["n1"])
     back = json.loads(json.dumps(view.to_dict()))
     assert set(back) == set(JobView.__dataclass_fields__)
     assert back["attempts"][0]["hosts"] == ["n1"]
@@ -196,11 +192,9 @@ def test_views_are_json_able_whole(client, backend, job_file):
     assert (first["kind"], first["job"], first["attempt"]) == ("queued", view.id, None)
 
 
-def test_logs_of_any_attempt_are_read_from_its_backend(client, backend, job_file):
+def test_logs_of_any_attempt_are_read_from_its_backend(client, job_file, see):
     view = client.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0}))
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash")
-    client.refresh()
-    client.refresh()
+    see(view, Phase.FAILED, cause="crash", passes=2)
     rank0 = LogSelector(rank=0)
     assert client.log_selectors(view.id) == [rank0, LogSelector(node=0)]
 

@@ -132,7 +132,7 @@ async def stream_events(
 
 async def _texts(service: Service, principal: Principal, after: int | None, job: str | None) -> AsyncGenerator[str]:
     try:
-        async with aclosing(service.events.listen(after, job)) as events:
+        async with aclosing(service.events.follow(after, job)) as events:
             async for event in events:
                 whole = principal.may_see(Kind.PLACES, event.owner)
                 yield sse_text(event.to_dict() if whole else without_places(event.to_dict()), event_id=event.id)

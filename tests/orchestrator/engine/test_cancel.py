@@ -33,12 +33,11 @@ def test_the_request_is_durable_before_the_backend_hears_of_it(client, backend, 
     assert client.job(view.id).state == "CANCELLED"
 
 
-def test_a_job_that_cannot_be_told_keeps_the_others_of_its_cluster_from_nothing(client, backend, job_file):
+def test_a_job_that_cannot_be_told_keeps_the_others_of_its_cluster_from_nothing(client, backend, job_file, see):
     silent, told, running = (client.submit(job_file()) for _ in range(3))
     backend.behave(untold=[silent.attempt.marker])
     client.cancel([silent.id, told.id])
-    backend.set(running.attempt.marker, Phase.RUNNING)
-    client.refresh()
+    see(running, Phase.RUNNING)
     assert [client.job(view.id).state for view in (silent, told, running)] == ["PENDING", "CANCELLED", "RUNNING"]
     assert "poll_error" in kinds(client, silent.id)
     backend.behave(untold=None)
@@ -57,10 +56,11 @@ def test_a_request_is_passed_on_once_and_a_second_one_with_its_own_grace(client,
     assert backend.calls("cancel") == [f"{view.attempt.marker} 30", f"{view.attempt.marker} 0"]
 
 
-def test_a_job_that_waits_for_its_retry_is_cancelled_at_once_and_never_runs_again(client, backend, clock, job_file):
+def test_a_job_that_waits_for_its_retry_is_cancelled_at_once_and_never_runs_again(
+    client, backend, clock, job_file, see
+):
     view = client.submit(job_file(retry={"max_attempts": 3, "on": ["crash"], "backoff": 60}))
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash")
-    client.refresh()
+    see(view, Phase.FAILED, cause="crash")
     (cancelled,) = client.cancel([view.id])
     assert (cancelled.state, [a.state for a in cancelled.attempts]) == ("CANCELLED", ["FAILED"])
     clock.now += 100
@@ -117,30 +117,24 @@ def test_a_cut_off_submission_that_left_nothing_is_cancelled_without_being_sent_
 
 
 @pytest.mark.parametrize(("phase", "state"), [(Phase.SUCCEEDED, "SUCCEEDED"), (Phase.FAILED, "CANCELLED")])
-def test_how_a_job_ended_in_spite_of_the_request_is_told_truthfully(client, backend, job_file, phase, state):
+def test_how_a_job_ended_in_spite_of_the_request_is_told_truthfully(client, backend, job_file, phase, state, see):
     view = client.submit(job_file(retry=NO_WAIT))
     backend.behave(cancel="unreachable")
     client.cancel([view.id])
     backend.behave(cancel=None)
-    backend.set(view.attempt.marker, phase, cause="crash" if phase is Phase.FAILED else None, reason="ended by itself")
-    client.refresh()
-    client.refresh()
-    done = client.job(view.id)
+    done = see(view, phase, cause="crash" if phase is Phase.FAILED else None, reason="ended by itself", passes=2)
     assert (done.state, done.attempt.state, len(done.attempts)) == (state, str(phase).upper(), 1)
 
 
-def test_a_job_that_somebody_cancelled_on_the_cluster_is_cancelled(client, backend, job_file):
+def test_a_job_that_somebody_cancelled_on_the_cluster_is_cancelled(client, job_file, see):
     view = client.submit(job_file(retry=NO_WAIT))
-    backend.set(view.attempt.marker, Phase.CANCELLED, reason="scancel by uid 1000")
-    client.refresh()
-    done = client.job(view.id)
+    done = see(view, Phase.CANCELLED, reason="scancel by uid 1000")
     assert (done.state, done.reason, len(done.attempts)) == ("CANCELLED", "scancel by uid 1000", 1)
 
 
-def test_cancelling_what_has_ended_changes_nothing(client, backend, job_file):
+def test_cancelling_what_has_ended_changes_nothing(client, backend, job_file, see):
     view = client.submit(job_file())
-    backend.set(view.attempt.marker, Phase.SUCCEEDED)
-    client.refresh()
+    see(view, Phase.SUCCEEDED)
     before = client.events(view.id)
     assert [v.state for v in client.cancel([view.id])] == ["SUCCEEDED"]
     assert client.events(view.id) == before

@@ -44,10 +44,9 @@ def test_a_queued_job_is_cancelled_at_its_deadline_and_never_sent(client, backen
     assert len(backend.calls("submit")) == 1
 
 
-def test_a_job_that_waits_for_its_next_attempt_gets_none_after_its_deadline(client, backend, clock, job_file):
+def test_a_job_that_waits_for_its_next_attempt_gets_none_after_its_deadline(client, clock, job_file, see):
     view = client.submit(job_file(deadline=100, retry=RETRY))
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash", reason="boom")
-    client.refresh()
+    see(view, Phase.FAILED, cause="crash", reason="boom")
     clock.now += 100
     client.refresh()
     assert (client.job(view.id).state, len(client.job(view.id).attempts)) == ("CANCELLED", 1)

@@ -146,11 +146,10 @@ def disk(monkeypatch):
     return is_full
 
 
-def test_what_is_seen_while_the_disk_is_full_is_written_down_once_there_is_room(client, backend, job_file, disk):
+def test_what_is_seen_while_the_disk_is_full_is_written_down_once_there_is_room(client, backend, job_file, disk, see):
     job = client.submit(job_file())
     disk["full"] = True
-    backend.set(job.attempt.marker, Phase.SUCCEEDED)
-    client.refresh()
+    see(job, Phase.SUCCEEDED)
     assert client.job(job.id).state == "SUCCEEDED"
     disk["full"] = False
     with Client(backend_of=lambda _: backend) as another:
@@ -159,11 +158,10 @@ def test_what_is_seen_while_the_disk_is_full_is_written_down_once_there_is_room(
         assert another.job(job.id).state == "SUCCEEDED"
 
 
-def test_nothing_is_started_that_could_not_be_remembered(client, backend, job_file, disk, clock):
+def test_nothing_is_started_that_could_not_be_remembered(client, backend, job_file, disk, clock, see):
     job = client.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0}))
     disk["full"] = True
-    backend.set(job.attempt.marker, Phase.FAILED, cause="crash")
-    client.refresh()
+    see(job, Phase.FAILED, cause="crash")
     clock.sleep(1000)
     client.refresh()
     assert len(backend.calls("submit")) == 1

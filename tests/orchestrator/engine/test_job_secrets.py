@@ -20,48 +20,41 @@ def kept(orc_home):
 
 
 def test_secrets_are_kept_private_while_the_job_lives_and_forgotten_when_it_ends(
-    client, backend, job_file, kept, monkeypatch
+    client, job_file, kept, monkeypatch, see
 ):
     monkeypatch.setenv("TOKEN", "hunter2")
     view = client.submit(job_file(secrets=["TOKEN"]))
     (file,) = kept.iterdir()
     assert (file.name, stat.S_IMODE(file.stat().st_mode)) == (f"{view.id}.json", 0o600)
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
-    backend.set(view.attempt.marker, Phase.SUCCEEDED)
-    client.refresh()
+    see(view, Phase.SUCCEEDED)
     assert list(kept.iterdir()) == []
 
 
-def test_a_retry_gets_the_secrets_without_the_users_environment(client, backend, job_file, monkeypatch):
+def test_a_retry_gets_the_secrets_without_the_users_environment(client, backend, job_file, monkeypatch, see):
     monkeypatch.setenv("TOKEN", "hunter2")
     view = client.submit(job_file(secrets=["TOKEN"], retry=RETRY))
     monkeypatch.delenv("TOKEN")
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash")
-    client.refresh()
-    client.refresh()
+    see(view, Phase.FAILED, cause="crash", passes=2)
     assert client.job(view.id).state == "PENDING"
     assert '"TOKEN": "hunter2"' in (backend.root / "jobs" / f"orc-{view.id}-a2.json").read_text()
 
 
-def test_a_retry_without_its_secrets_ends_the_job_and_names_them(client, backend, job_file, kept, monkeypatch):
+def test_a_retry_without_its_secrets_ends_the_job_and_names_them(client, job_file, kept, monkeypatch, see):
     monkeypatch.setenv("TOKEN", "hunter2")
     view = client.submit(job_file(secrets=["TOKEN"], retry=RETRY))
     monkeypatch.delenv("TOKEN")
     (kept / f"{view.id}.json").unlink()
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash")
-    client.refresh()
-    client.refresh()
-    done = client.job(view.id)
+    done = see(view, Phase.FAILED, cause="crash", passes=2)
     assert done.state == "FAILED"
     assert "TOKEN" in done.reason
 
 
-def test_no_secret_value_reaches_the_ledger(client, backend, job_file, orc_home, monkeypatch):
+def test_no_secret_value_reaches_the_ledger(client, backend, job_file, orc_home, monkeypatch, see):
     """Not even when a rank prints it in its traceback, or a backend repeats it in an error."""
     monkeypatch.setenv("TOKEN", "hunter2-secret")
     view = client.submit(job_file(secrets=["TOKEN"]))
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash", reason="refused hunter2-secret", hosts=["h"])
-    client.refresh()
+    see(view, Phase.FAILED, cause="crash", reason="refused hunter2-secret", hosts=["h"])
     assert client.job(view.id).reason == "refused ***"
     client.close()
     assert b"hunter2-secret" not in (orc_home / "state" / "ledger.db").read_bytes()
@@ -76,23 +69,21 @@ def test_a_refused_submission_keeps_nothing(client, backend, job_file, kept, mon
 
 
 @pytest.mark.parametrize("when", ["queued", "running"])
-def test_a_cancelled_job_keeps_nothing(client, backend, job_file, kept, monkeypatch, when):
+def test_a_cancelled_job_keeps_nothing(client, job_file, kept, monkeypatch, when, see):
     monkeypatch.setenv("TOKEN", "hunter2")
     view = client.submit(job_file(secrets=["TOKEN"], retry={**RETRY, "backoff": 60}))
     if when == "queued":
-        backend.set(view.attempt.marker, Phase.FAILED, cause="crash")
-        client.refresh()
+        see(view, Phase.FAILED, cause="crash")
     client.cancel([view.id])
     assert client.job(view.id).state == "CANCELLED"
     assert list(kept.iterdir()) == []
 
 
-def test_what_a_crash_left_behind_is_swept_away(client, backend, job_file, kept, monkeypatch):
+def test_what_a_crash_left_behind_is_swept_away(client, job_file, kept, monkeypatch, see):
     monkeypatch.setenv("TOKEN", "hunter2")
     living = client.submit(job_file(secrets=["TOKEN"]))
     ended = client.submit(job_file())
-    backend.set(ended.attempt.marker, Phase.SUCCEEDED)
-    client.refresh()
+    see(ended, Phase.SUCCEEDED)
     state_dir = client.workspace.state_dir
     for job_id in (ended.id, "never-came-to-be", "being-born"):
         job_secrets.keep(state_dir, job_id, {"A": "b"})

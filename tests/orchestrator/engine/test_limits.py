@@ -118,7 +118,7 @@ def test_jobs_beyond_the_limit_wait_in_the_ledger_and_go_on_in_turn(client, back
     assert client.job(late.id).state == "PENDING"
 
 
-def test_one_pass_sends_as_many_as_there_are_places_and_no_more(client, backend, job_file, limited):
+def test_one_pass_sends_as_many_as_there_are_places_and_no_more(client, job_file, limited, see):
     limited(max_jobs=1)
     first = client.submit(job_file())
     for _ in range(6):
@@ -126,19 +126,17 @@ def test_one_pass_sends_as_many_as_there_are_places_and_no_more(client, backend,
     limited(max_jobs=4)
     client.refresh()
     assert sorted(states(client)) == ["PENDING"] * 4 + ["QUEUED"] * 3
-    backend.set(first.attempt.marker, Phase.SUCCEEDED)
-    client.refresh()
+    see(first, Phase.SUCCEEDED)
     assert sorted(states(client)) == ["PENDING"] * 4 + ["QUEUED"] * 2 + ["SUCCEEDED"]
 
 
-def test_a_job_that_cannot_be_sent_from_here_keeps_no_other_waiting(client, backend, job_file, limited):
+def test_a_job_that_cannot_be_sent_from_here_keeps_no_other_waiting(client, job_file, limited, see):
     limited(max_jobs=1)
     first, stuck, other = (client.submit(job_file()) for _ in range(3))
     with client.workspace.ledger.transaction() as tx:
         digests = '{"code": "' + "0" * 64 + '", "runtime": "' + "0" * 64 + '"}'
         tx.connection.execute("UPDATE jobs SET digests = :d WHERE id = :id", {"d": digests, "id": stuck.id})
-    backend.set(first.attempt.marker, Phase.SUCCEEDED)
-    client.refresh()
+    see(first, Phase.SUCCEEDED)
     assert client.job(stuck.id).state != "PENDING"
     assert client.job(other.id).state == "PENDING"
 
@@ -158,22 +156,20 @@ def test_quotas_of_a_project_count_gpus_of_its_jobs(client, backend, job_file):
 
 
 def test_who_has_spent_the_quota_of_30_days_waits_until_older_attempts_no_longer_count(
-    client, backend, clock, job_file
+    client, backend, clock, job_file, see
 ):
     backend.cluster = backend.cluster.model_copy(update={"prices": {"node_hour": 2.0, "gpu_hour": 3.0}})
     with client.workspace.ledger.transaction() as tx:
         queueing.put_quota(tx.connection, Quota("project", "vision", "cost", 40))
     two = {"resources": {"gpus_per_node": 2}, "project": "vision"}
     first = client.submit(job_file(**two))
-    backend.set(first.attempt.marker, Phase.RUNNING, started_at=clock.now)
-    client.refresh()
+    see(first, Phase.RUNNING, started_at=clock.now)
     clock.now += 4.9 * 3600
     early = client.submit(job_file(**two))
     assert early.state == "PENDING"  # 39.20 of 40
     clock.now += 0.2 * 3600
     ended = clock.now
-    backend.set(first.attempt.marker, Phase.SUCCEEDED, started_at=first.created_at, ended_at=ended)
-    client.refresh()
+    see(first, Phase.SUCCEEDED, started_at=first.created_at, ended_at=ended)
     late, free = client.submit(job_file(**two)), client.submit(job_file())
     assert late.reason == "waiting for its turn: the project vision has spent 40.80 of 40 in 30 days"
     assert (late.state, free.state) == ("QUEUED", "PENDING")
@@ -183,12 +179,11 @@ def test_who_has_spent_the_quota_of_30_days_waits_until_older_attempts_no_longer
     assert client.job(late.id).state == "PENDING"
 
 
-def test_a_retry_waits_for_its_turn_like_others(client, backend, clock, job_file, limited):
+def test_a_retry_waits_for_its_turn_like_others(client, backend, clock, job_file, limited, see):
     limited(max_jobs=1)
     first = client.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 10}))
     second = client.submit(job_file())
-    backend.set(first.attempt.marker, Phase.FAILED, cause="crash")
-    client.refresh()
+    see(first, Phase.FAILED, cause="crash")
     assert client.job(second.id).state == "PENDING"  # while the other waits for its backoff
     clock.now += 20
     client.refresh()

@@ -105,7 +105,7 @@ def test_a_search_that_takes_too_long_is_said_and_the_cause_decides(fails, monke
     assert "searching the logs for retry.on_log took longer" in after.reason
 
 
-def test_logs_that_cannot_be_read_are_said_and_the_cause_decides(client, backend, job_file, monkeypatch):
+def test_logs_that_cannot_be_read_are_said_and_the_cause_decides(client, backend, job_file, monkeypatch, see):
     from orc.launchers.errors import BackendUnreachable
 
     def away(_: Handle) -> list[LogSelector]:
@@ -114,9 +114,7 @@ def test_logs_that_cannot_be_read_are_said_and_the_cause_decides(client, backend
     monkeypatch.setattr(backend, "log_selectors", away)
     rules = [{"pattern": "x", "action": "fail"}]
     view = client.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0, "on_log": rules}))
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash", reason="boom")
-    client.refresh()
-    after = client.job(view.id)
+    after = see(view, Phase.FAILED, cause="crash", reason="boom")
     assert after.attempt.number == 2
     assert after.attempts[0].reason == "boom; not all logs could be read: no answer from n1"
 

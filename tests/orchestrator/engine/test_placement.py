@@ -66,7 +66,7 @@ def test_jobs_share_a_host_as_long_as_its_slots_last(submit, held):
     assert held() == {"n1": [view.attempt.marker for view in views[:2]]}
 
 
-def test_a_job_without_room_is_queued_and_says_what_for_and_goes_on_when_there_is(client, backend, submit, held):
+def test_a_job_without_room_is_queued_and_says_what_for_and_goes_on_when_there_is(client, submit, held, see):
     first, second = submit(2, 2), submit(2, 2)
     assert (second.state, second.attempts) == ("QUEUED", ())
     assert second.reason.startswith("waiting for room: 2 hosts with 2 free slots are needed, 1 are there (held by ")
@@ -75,8 +75,7 @@ def test_a_job_without_room_is_queued_and_says_what_for_and_goes_on_when_there_i
     client.refresh()
     client.refresh()
     assert kinds(client, second) == ["queued", "waiting"]
-    backend.set(first.attempt.marker, Phase.SUCCEEDED)
-    client.refresh()
+    see(first, Phase.SUCCEEDED)
     second = client.job(second.id)
     assert (second.state, second.reason, second.attempt.hosts) == ("PENDING", "", ("n1", "n2"))
     assert set(held()) == {"n1", "n2"}
@@ -119,23 +118,19 @@ def test_a_queued_job_can_be_cancelled(client, backend, submit):
     assert len(backend.calls("run")) == 1
 
 
-def test_a_queued_job_keeps_its_secrets_until_it_has_ended(client, backend, submit, orc_home, monkeypatch):
+def test_a_queued_job_keeps_its_secrets_until_it_has_ended(client, backend, submit, orc_home, monkeypatch, see):
     monkeypatch.setenv("TOKEN", "hunter2")
     first = submit(3, 2)
     second = submit(3, 2, secrets=["TOKEN"])
     monkeypatch.delenv("TOKEN")
-    backend.set(first.attempt.marker, Phase.SUCCEEDED)
-    client.refresh()
+    see(first, Phase.SUCCEEDED)
     marker = client.job(second.id).attempt.marker
     assert json.loads((backend.root / "jobs" / f"{marker}.json").read_text())["secrets"] == {"TOKEN": "hunter2"}
 
 
-def test_a_retry_keeps_away_from_the_host_that_failed(client, backend, submit, held):
+def test_a_retry_keeps_away_from_the_host_that_failed(client, submit, held, see):
     view = submit(2, 2)
-    backend.set(view.attempt.marker, Phase.LOST, failed_hosts=["n2"])
-    client.refresh()
-    client.refresh()
-    view = client.job(view.id)
+    view = see(view, Phase.LOST, failed_hosts=["n2"], passes=2)
     assert [(a.state, a.hosts, a.failed_hosts) for a in view.attempts] == [
         ("LOST", ("n1", "n2"), ("n2",)),
         ("PENDING", ("n1", "n3"), ()),
@@ -145,21 +140,17 @@ def test_a_retry_keeps_away_from_the_host_that_failed(client, backend, submit, h
     assert lost.data["failed_hosts"] == ["n2"]
 
 
-def test_nodes_that_the_agents_missed_are_blamed_by_their_place_in_the_placement(client, backend, submit):
+def test_nodes_that_the_agents_missed_are_blamed_by_their_place_in_the_placement(client, submit, see):
     view = submit(2, 2)
     verdict = {"succeeded": False, "cause": "node_failure", "exit_status": 1, "lost_nodes": [0]}
-    backend.set(view.attempt.marker, Phase.FAILED, cause="node_failure", exit=verdict)
-    client.refresh()
-    client.refresh()
+    see(view, Phase.FAILED, cause="node_failure", exit=verdict, passes=2)
     assert client.job(view.id).attempt.hosts == ("n2", "n3")
 
 
-def test_an_elastic_job_goes_on_with_what_is_left(client, backend, submit):
+def test_an_elastic_job_goes_on_with_what_is_left(client, submit, see):
     view = submit("2:3", 2)
     assert view.attempt.hosts == ("n1", "n2", "n3")
-    backend.set(view.attempt.marker, Phase.LOST, failed_hosts=["n1"])
-    client.refresh()
-    client.refresh()
+    see(view, Phase.LOST, failed_hosts=["n1"], passes=2)
     assert client.job(view.id).attempt.hosts == ("n2", "n3")
 
 
@@ -175,19 +166,15 @@ def test_an_elastic_job_takes_a_host_back_with_the_attempt_after(client, backend
     assert used == [("n1", "n2", "n3"), ("n2", "n3"), ("n1", "n2", "n3"), ("n1", "n2")]
 
 
-def test_a_host_that_failed_is_used_again_when_there_is_no_other(client, backend, submit):
+def test_a_host_that_failed_is_used_again_when_there_is_no_other(client, submit, see):
     view = submit(3, 2)
-    backend.set(view.attempt.marker, Phase.LOST, failed_hosts=["n1"])
-    client.refresh()
-    client.refresh()
+    see(view, Phase.LOST, failed_hosts=["n1"], passes=2)
     assert set(client.job(view.id).attempt.hosts) == {"n1", "n2", "n3"}
 
 
-def test_a_crash_blames_no_host(client, backend, submit):
+def test_a_crash_blames_no_host(client, submit, see):
     view = submit(2, 2)
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash", failed_hosts=["n1"])
-    client.refresh()
-    client.refresh()
+    see(view, Phase.FAILED, cause="crash", failed_hosts=["n1"], passes=2)
     assert client.job(view.id).attempt.hosts == ("n1", "n2")
 
 
@@ -287,7 +274,7 @@ def test_a_lost_submission_is_sent_again_to_the_same_hosts(client, backend, subm
     assert backend.calls("submit")[-2:] == [view.attempt.marker] * 2
 
 
-def test_an_attempt_that_was_only_prepared_goes_to_the_hosts_that_were_kept_for_it(client, backend, submit):
+def test_an_attempt_that_was_only_prepared_goes_to_the_hosts_that_were_kept_for_it(client, backend, submit, see):
     """What `kill -9` leaves behind between the two steps."""
     blocker = submit(1, 2, ["n1"])
     backend.behave(stage="unreachable")
@@ -301,8 +288,7 @@ def test_an_attempt_that_was_only_prepared_goes_to_the_hosts_that_were_kept_for_
     client.refresh()
     waiting = client.job(view.id)
     assert (waiting.state, waiting.attempt.hosts) == ("PREPARED", ("n2", "n3"))
-    backend.set(blocker.attempt.marker, Phase.SUCCEEDED)
-    client.refresh()
+    see(blocker, Phase.SUCCEEDED)
     backend.behave(stage=None)
     client.refresh()
     again = client.job(view.id)
@@ -356,11 +342,10 @@ def test_a_cluster_that_chooses_hosts_itself_is_told_which_to_avoid(orc_home, tm
 
 
 def test_another_machine_leaves_a_retry_to_the_one_that_has_the_snapshot(
-    client, backend, orc_home, tmp_path, clock, job_file, monkeypatch
+    client, backend, orc_home, tmp_path, clock, job_file, monkeypatch, see
 ):
     view = client.submit(job_file(retry={"max_attempts": 3, "on": ["crash"], "backoff": 5}))
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash")
-    client.refresh()
+    see(view, Phase.FAILED, cause="crash")
     clock.now += 10
     monkeypatch.setenv("ORC_LEDGER_URL", f"sqlite:///{orc_home}/state/ledger.db")
     with Client(tmp_path / "elsewhere", backend_of=lambda _: backend, clock=clock) as other:
@@ -372,8 +357,7 @@ def test_another_machine_leaves_a_retry_to_the_one_that_has_the_snapshot(
     assert client.job(view.id).state == "PENDING"
 
 
-def test_a_retry_that_is_due_at_once_is_made_by_the_pass_that_sees_the_end(client, backend, submit):
+def test_a_retry_that_is_due_at_once_is_made_by_the_pass_that_sees_the_end(client, submit, see):
     view = submit(1, 2)
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash")
-    client.refresh()
+    see(view, Phase.FAILED, cause="crash")
     assert [a.state for a in client.job(view.id).attempts] == ["FAILED", "PENDING"]

@@ -105,10 +105,9 @@ def test_a_cluster_that_is_not_configured_any_more_is_said_and_fails_nothing(orc
         assert client.job(view.id).state == "PENDING"
 
 
-def test_what_cannot_be_told_leaves_the_state(client, backend, running):
+def test_what_cannot_be_told_leaves_the_state(client, running, see):
     view = running()
-    backend.set(view.attempt.marker, Phase.UNKNOWN, reason="started on another machine")
-    client.refresh()
+    see(view, Phase.UNKNOWN, reason="started on another machine")
     assert (client.job(view.id).state, client.job(view.id).reason) == ("RUNNING", "started on another machine")
 
 
@@ -131,27 +130,23 @@ def test_an_unchanged_look_writes_nothing(client, running):
     assert client.job(view.id) == before
 
 
-def test_a_job_that_the_backend_requeues_stays_the_same_attempt(client, backend, running):
+def test_a_job_that_the_backend_requeues_stays_the_same_attempt(client, running, see):
     view = running()
-    backend.set(view.attempt.marker, Phase.PENDING, restarts=1, reason="BeginTime")
-    client.refresh()
+    see(view, Phase.PENDING, restarts=1, reason="BeginTime")
     assert (client.job(view.id).state, client.job(view.id).reason) == ("PENDING", "BeginTime")
-    backend.set(view.attempt.marker, Phase.RUNNING, restarts=1, reason="")
-    client.refresh()
-    view = client.job(view.id)
+    view = see(view, Phase.RUNNING, restarts=1, reason="")
     assert (view.state, view.attempt.restarts, len(view.attempts)) == ("RUNNING", 1, 1)
     assert kinds(client, view.id)[-3:] == ["running", "requeued", "running"]
 
 
-def test_a_requeue_that_nobody_saw_pending_is_still_told(client, backend, running):
+def test_a_requeue_that_nobody_saw_pending_is_still_told(client, running, see):
     view = running()
-    backend.set(view.attempt.marker, Phase.RUNNING, restarts=2)
-    client.refresh()
+    see(view, Phase.RUNNING, restarts=2)
     assert kinds(client, view.id)[-3:] == ["running", "requeued", "running"]
     assert client.job(view.id).attempt.restarts == 2
 
 
-def test_a_failure_keeps_its_whole_story(client, backend, running, monkeypatch):
+def test_a_failure_keeps_its_whole_story(backend, running, monkeypatch, see):
     view = running()
     failure = RankFailure(1, 0, "node-a", 42, None, 5.0, "Traceback: ValueError")
     end = AttemptExit(
@@ -165,9 +160,7 @@ def test_a_failure_keeps_its_whole_story(client, backend, running, monkeypatch):
         return replace(observe(marker), exit=end)
 
     monkeypatch.setattr(backend, "_observe", with_exit)
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash", reason=failure.summary, ended_at=5.0)
-    client.refresh()
-    done = client.job(view.id)
+    done = see(view, Phase.FAILED, cause="crash", reason=failure.summary, ended_at=5.0)
     assert (done.state, done.reason, done.ended_at) == ("FAILED", "rank 1 on node-a exited with 42", 5.0)
     assert (done.attempt.cause, done.attempt.exit) == ("crash", end)
 
@@ -182,11 +175,9 @@ def test_a_failure_keeps_its_whole_story(client, backend, running, monkeypatch):
         (Phase.FAILED, "node_failure", "FAILED", "node_failure"),
     ],
 )
-def test_every_listed_cause_brings_another_attempt(client, backend, clock, running, phase, cause, state, recorded):
+def test_every_listed_cause_brings_another_attempt(client, backend, clock, running, phase, cause, state, recorded, see):
     view = running(retry=A_MINUTE)
-    backend.set(view.attempt.marker, phase, cause=cause, reason="it ended")
-    client.refresh()
-    waiting = client.job(view.id)
+    waiting = see(view, phase, cause=cause, reason="it ended")
     assert (waiting.state, waiting.attempt.state, waiting.attempt.cause) == ("QUEUED", state, recorded)
     assert waiting.next_attempt_at is not None
     clock.now += 60
@@ -196,10 +187,9 @@ def test_every_listed_cause_brings_another_attempt(client, backend, clock, runni
     assert backend.calls("run") == [f"orc-{view.id}-a1", f"orc-{view.id}-a2"]
 
 
-def test_the_backend_may_end_leftovers_before_the_next_attempt(client, backend, clock, running):
+def test_the_backend_may_end_leftovers_before_the_next_attempt(client, backend, clock, running, see):
     view = running(retry=A_MINUTE)
-    backend.set(view.attempt.marker, Phase.LOST)
-    client.refresh()
+    see(view, Phase.LOST)
     assert backend.calls("reap") == [view.attempt.marker]  # at once: ranks may outlive their agent
     clock.now += 60
     client.refresh()
@@ -207,10 +197,9 @@ def test_the_backend_may_end_leftovers_before_the_next_attempt(client, backend, 
     assert len(backend.calls("submit")) == 2
 
 
-def test_a_retry_waits_for_its_backoff_and_says_when_it_was_the_last(client, backend, clock, running):
+def test_a_retry_waits_for_its_backoff_and_says_when_it_was_the_last(client, backend, clock, running, see):
     view = running(retry={"max_attempts": 2, "on": ["crash"], "backoff": 60})
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash", reason="boom")
-    client.refresh()
+    see(view, Phase.FAILED, cause="crash", reason="boom")
     for _ in range(5):
         clock.now += 8.9
         client.refresh()
@@ -224,34 +213,28 @@ def test_a_retry_waits_for_its_backoff_and_says_when_it_was_the_last(client, bac
     assert (client.job(view.id).state, client.job(view.id).reason) == ("FAILED", "boom (attempt 2 of 2)")
 
 
-def test_a_retry_runs_from_the_same_snapshot(client, backend, running, job_file):
+def test_a_retry_runs_from_the_same_snapshot(client, backend, running, job_file, see):
     view = running(retry=NO_WAIT)
     (job_file().base_dir / "train.py").write_text("print('edited')\n")
-    backend.set(view.attempt.marker, Phase.LOST)
-    client.refresh()
-    client.refresh()
+    see(view, Phase.LOST, passes=2)
     first, second = (e.data["trees"] for e in client.events(view.id) if e.kind == "prepared")
     assert first == second == view.digests
     assert set(backend.calls("stage")) == {view.digests["code"]}
 
 
-def test_a_retry_whose_snapshot_is_gone_ends_the_job_with_the_reason(client, backend, running):
+def test_a_retry_whose_snapshot_is_gone_ends_the_job_with_the_reason(client, running, see):
     view = running(retry=NO_WAIT)
     client.workspace.store.remove(view.digests["code"])
-    backend.set(view.attempt.marker, Phase.LOST)
-    client.refresh()
-    client.refresh()
-    done = client.job(view.id)
+    done = see(view, Phase.LOST, passes=2)
     assert done.state == "FAILED"
     assert "cannot be started again" in done.reason
     assert view.digests["code"] in done.reason
 
 
 @pytest.mark.parametrize("step", ["stage", "submit"])
-def test_a_retry_that_does_not_reach_the_cluster_is_tried_again(client, backend, clock, running, step):
+def test_a_retry_that_does_not_reach_the_cluster_is_tried_again(client, backend, clock, running, step, see):
     view = running(retry=A_MINUTE)
-    backend.set(view.attempt.marker, Phase.LOST)
-    client.refresh()
+    see(view, Phase.LOST)
     clock.now += 60
     backend.behave(**{step: "unreachable"})
     for _ in range(3):
@@ -263,10 +246,9 @@ def test_a_retry_that_does_not_reach_the_cluster_is_tried_again(client, backend,
     assert (view.state, view.reason, len(view.attempts)) == ("PENDING", "", 2)
 
 
-def test_a_retry_that_is_refused_ends_the_job(client, backend, clock, running):
+def test_a_retry_that_is_refused_ends_the_job(client, backend, clock, running, see):
     view = running(retry=A_MINUTE)
-    backend.set(view.attempt.marker, Phase.LOST)
-    client.refresh()
+    see(view, Phase.LOST)
     clock.now += 60
     backend.behave(submit="refuse")
     client.refresh()
@@ -274,10 +256,9 @@ def test_a_retry_that_is_refused_ends_the_job(client, backend, clock, running):
     assert (done.state, done.reason, done.attempt.cause) == ("FAILED", "no such partition", "launch")
 
 
-def test_a_claimed_job_is_left_to_its_owner_until_the_claim_expires(client, backend, clock, running):
+def test_a_claimed_job_is_left_to_its_owner_until_the_claim_expires(client, backend, clock, running, see):
     view = running(retry=A_MINUTE)
-    backend.set(view.attempt.marker, Phase.LOST)
-    client.refresh()
+    see(view, Phase.LOST)
     clock.now += 60
     ledger = client.workspace.ledger
     assert ledger.claim([view.id], "another-boot/4026531836/1/1/abcd")
@@ -288,7 +269,7 @@ def test_a_claimed_job_is_left_to_its_owner_until_the_claim_expires(client, back
     assert len(backend.calls("submit")) == 2
 
 
-def test_a_stale_look_changes_nothing(client, backend, running, monkeypatch):
+def test_a_stale_look_changes_nothing(client, backend, running, monkeypatch, see):
     """Another pass ends the attempt and starts the next one between our poll and our write."""
     view = running(retry=NO_WAIT)
     poll = backend.poll
@@ -296,9 +277,7 @@ def test_a_stale_look_changes_nothing(client, backend, running, monkeypatch):
     def slow_poll(handles):
         seen = poll(handles)
         monkeypatch.undo()
-        backend.set(view.attempt.marker, Phase.LOST, progress={})
-        client.refresh()
-        client.refresh()
+        see(view, Phase.LOST, progress={}, passes=2)
         return seen
 
     backend.set(view.attempt.marker, Phase.RUNNING, progress={"step": 1})

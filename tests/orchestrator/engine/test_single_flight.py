@@ -84,6 +84,21 @@ def test_what_was_just_sent_is_looked_at_soon_whatever_the_interval(laptops, awa
     assert away.calls("poll")[asked:] == ["2"]
 
 
+def test_a_poll_that_is_broken_off_keeps_no_other_process_from_asking(laptops, away, clock, job_file, monkeypatch):
+    view = laptops[0].submit(job_file())
+
+    def interrupted(_handles):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(away, "poll", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            look(laptops[0])
+    away.set(view.attempt.marker, Phase.RUNNING)
+    look(laptops[1])
+    assert laptops[1].job(view.id).state == "RUNNING"
+
+
 def test_a_cluster_that_somebody_asks_at_this_moment_is_left_alone_and_cancellations_are_not(
     laptops, away, clock, job_file
 ):

@@ -106,7 +106,9 @@ def test_what_preflight_finds_fails_the_job_before_anything_is_sent(client, back
     assert backend.calls("stage") == backend.calls("submit") == []
 
 
-def test_the_times_of_an_attempt_run_forward_whatever_the_clocks_say(client, backend, clock, job_file, monkeypatch):
+def test_the_times_of_an_attempt_run_forward_whatever_the_clocks_say(
+    client, backend, clock, job_file, monkeypatch, see
+):
     submit = backend.submit
 
     def slow(plan, secrets):
@@ -117,11 +119,9 @@ def test_the_times_of_an_attempt_run_forward_whatever_the_clocks_say(client, bac
     monkeypatch.setattr(backend, "submit", slow)
     view = client.submit(job_file())
     assert view.attempt.submitted_at == began  # it may have started before the cluster had answered
-    backend.set(view.attempt.marker, Phase.RUNNING, started_at=began - 60)
-    client.refresh()
+    see(view, Phase.RUNNING, started_at=began - 60)
     assert client.job(view.id).attempt.started_at == began
-    backend.set(view.attempt.marker, Phase.SUCCEEDED, started_at=began - 60, ended_at=began - 50)
-    client.refresh()
+    see(view, Phase.SUCCEEDED, started_at=began - 60, ended_at=began - 50)
     assert (client.job(view.id).attempt.started_at, client.job(view.id).ended_at) == (began, began)
 
 
@@ -406,14 +406,11 @@ def test_a_defect_while_looking_for_a_cut_off_submission_is_said_and_fails_nothi
     assert client.job(view.id).state == "PENDING"
 
 
-def test_a_stored_specification_that_this_version_cannot_read_ends_a_retry_with_the_reason(client, backend, job_file):
+def test_a_stored_specification_that_this_version_cannot_read_ends_a_retry_with_the_reason(client, job_file, see):
     view = client.submit(job_file(retry={"max_attempts": 2, "on": ["crash"], "backoff": 0}))
     with client.workspace.ledger.database.write() as connection:
         connection.execute("UPDATE jobs SET spec = replace(spec, '\"launcher\"', '\"laumcher\"')")
-    backend.set(view.attempt.marker, Phase.FAILED, cause="crash")
-    client.refresh()
-    client.refresh()
-    done = client.job(view.id)
+    done = see(view, Phase.FAILED, cause="crash", passes=2)
     assert done.state == "FAILED"
     assert "does not fit this version of orc" in done.reason
     with pytest.raises(SpecError, match="does not fit this version"):
