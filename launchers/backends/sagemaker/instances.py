@@ -30,18 +30,13 @@ _REGULAR = {
     "trn1n": (4, "32"),
 }
 # Others: size, virtual CPUs, GiB of memory, GPUs.
+_G4 = "xlarge 4 16 1, 2xlarge 8 32 1, 4xlarge 16 64 1, 8xlarge 32 128 1, 12xlarge 48 192 4, 16xlarge 64 256 1"
 _SIZES = {
     "c4": "xlarge 4 7 0, 2xlarge 8 15 0, 4xlarge 16 30 0, 8xlarge 36 60 0",
     "c5n": "xlarge 4 10 0, 2xlarge 8 21 0, 4xlarge 16 42 0, 9xlarge 36 96 0, 18xlarge 72 192 0",
-    "g4dn": ("xlarge 4 16 1, 2xlarge 8 32 1, 4xlarge 16 64 1, 8xlarge 32 128 1, 12xlarge 48 192 4, 16xlarge 64 256 1"),
-    "g5": (
-        "xlarge 4 16 1, 2xlarge 8 32 1, 4xlarge 16 64 1, 8xlarge 32 128 1, 12xlarge 48 192 4, "
-        "16xlarge 64 256 1, 24xlarge 96 384 4, 48xlarge 192 768 8"
-    ),
-    "g6": (
-        "xlarge 4 16 1, 2xlarge 8 32 1, 4xlarge 16 64 1, 8xlarge 32 128 1, 12xlarge 48 192 4, "
-        "16xlarge 64 256 1, 24xlarge 96 384 4, 48xlarge 192 768 8"
-    ),
+    "g4dn": _G4,
+    "g5": f"{_G4}, 24xlarge 96 384 4, 48xlarge 192 768 8",
+    "g6": f"{_G4}, 24xlarge 96 384 4, 48xlarge 192 768 8",
     "g6e": (
         "xlarge 4 32 1, 2xlarge 8 64 1, 4xlarge 16 128 1, 8xlarge 32 256 1, 12xlarge 48 384 4, "
         "16xlarge 64 512 1, 24xlarge 96 768 4, 48xlarge 192 1536 8"

@@ -15,11 +15,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.attempts.agent_config import agent_file
-from orc.launchers.backends.sagemaker.distribution import adapt_job, instance_of
 from orc.launchers.backends.sagemaker.images import is_pending
 from orc.launchers.backends.sagemaker.names import ACCOUNT
 from orc.launchers.backends.sagemaker.request import (
+    adapt_job,
     checkpoint_uri,
+    instance_of,
     local_path,
     request_text,
     s3_location_of,

@@ -1,23 +1,27 @@
 """Lookup of attempts by their markers (in the queue, in accounting, in the agents' leases) and their submission.
 
 One attempt is submitted by itself, many as an array. The order of the steps makes it exactly once.
+
+An array has one script, one name and one set of options, and attempts have their own. So the array is a directory
+``<root>/arrays/<name>`` with a link to the attempt directory of each element, and its script runs the script of the
+element that Slurm starts. Which element it is in which array, an attempt's directory tells in ``array.json``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from orc.launchers.agent.records import parse_record
+from orc.launchers.agent.records import parse_object, parse_record
 from orc.launchers.attempts.confidential import remove_confidential
 from orc.launchers.attempts.home import at_home
 from orc.launchers.backends.base import Handle, require_secrets
-from orc.launchers.backends.slurm import arrays
-from orc.launchers.backends.slurm.arrays import RECORD_NAME, ArrayElement, elements_of
 from orc.launchers.backends.slurm.queue_rows import job_number
 from orc.launchers.errors import AmbiguousSubmit, BackendError, BackendUnreachable
 from orc.launchers.ids import AttemptId
@@ -34,6 +38,20 @@ if TYPE_CHECKING:
 KIND = "slurm"
 SECRETS_NAME = "secrets.json"
 _JOB_ID = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
+RECORD_NAME = "array.json"
+SCRIPT_NAME = "array.sbatch"
+_NAME = re.compile(r"orc-array-[0-9a-f]{1,64}")
+_MOST_ARRAYS = 100  # that one attempt was submitted in
+# Options of sbatch that every attempt has for itself.
+_OWN = ("job-name", "comment", "chdir", "output")
+
+
+@dataclass(frozen=True)
+class ArrayElement:
+    """Index of an attempt in an array."""
+
+    array: str  # its name in Slurm
+    index: int
 
 
 @dataclass(frozen=True)
@@ -137,15 +155,13 @@ class SlurmJobs:
             require_secrets(plan, secrets)
         known = self.known([plan.marker for plan in plans])
         if new := [plan for plan in plans if plan.marker not in known]:
-            arrays.check_alike(new)
-            name = arrays.array_name(plan.marker for plan in new)
+            check_alike(new)
+            name = array_name(plan.marker for plan in new)
             directory = self._write_array(name, new, secrets)
             at = time.time()
-            array = arrays.array_options(name, len(new), at_once, directory)
+            array = array_options(name, len(new), at_once, directory)
             program = (self.settings.program("sbatch"), "--parsable")
-            job_id = self._sbatch(
-                [*program, *array, f"{directory}/{arrays.SCRIPT_NAME}"], [plan.marker for plan in new]
-            )
+            job_id = self._sbatch([*program, *array, f"{directory}/{SCRIPT_NAME}"], [plan.marker for plan in new])
             made = [
                 Handle(plan.cluster, KIND, plan.marker, f"{job_id}_{index}", at, group=name)
                 for index, plan in enumerate(new)
@@ -183,15 +199,15 @@ class SlurmJobs:
 
     def _write_array(self, name: str, plans: Sequence[Plan], secrets: Mapping[str, str]) -> str:
         """Write the directories of all attempts and of their array, with links between them; return the array's."""
-        directory = self.transport.expand(str(arrays.array_dir(self.layout, name)))
+        directory = self.transport.expand(str(array_dir(self.layout, name)))
         places = [self.directory(plan.marker) for plan in plans]
         paths = [f"{place}/{RECORD_NAME}" for place in places]
         earlier = self.transport.read_many(paths)
-        script = arrays.array_script(plans[0], directory).encode()
-        own = [WholeFile(f"{directory}/{arrays.SCRIPT_NAME}", script, 0o600)]
+        script = array_script(plans[0], directory).encode()
+        own = [WholeFile(f"{directory}/{SCRIPT_NAME}", script, 0o600)]
         for index, path in enumerate(paths):
             before = [element for element in elements_of(earlier.get(path, b"")) if element.array != name]
-            record = arrays.record_of([*before, ArrayElement(name, index)])
+            record = record_of([*before, ArrayElement(name, index)])
             own.append(WholeFile(path, record, 0o600))
         links = {f"{directory}/{index}": place for index, place in enumerate(places)}
         self._write(plans, secrets, own, links)
@@ -267,3 +283,84 @@ def _oldest(rows: Sequence[JobRow]) -> JobRow:
 def _at_home(agent: str, transport: Transport) -> str:
     """Return the content of ``agent.json`` with paths that begin with ``~`` as they are over there."""
     return json.dumps(at_home(json.loads(agent), transport.expand), indent=2, ensure_ascii=False) + "\n"
+
+
+# -- arrays
+
+
+def array_name(markers: Iterable[str]) -> str:
+    """Return the name of an array: the same for the same attempts, on every submission."""
+    digest = hashlib.sha256("\n".join(markers).encode()).hexdigest()
+    return f"orc-array-{digest[:16]}"
+
+
+def array_dir(layout: Layout, name: str) -> PurePosixPath:
+    """Return the array's directory; may begin with ``~``."""
+    return layout.root / "arrays" / name
+
+
+def elements_of(record: bytes) -> list[ArrayElement]:
+    """Return the elements in an ``array.json``, oldest first."""
+    try:
+        elements = [
+            ArrayElement(str(one["array"]), int(one["index"])) for one in (parse_object(record) or {})["elements"]
+        ]
+    except (ValueError, KeyError, TypeError):  # a crashed machine has lost its content, or somebody else has written it
+        return []
+    return [element for element in elements[-_MOST_ARRAYS:] if _NAME.fullmatch(element.array)]
+
+
+def record_of(elements: Sequence[ArrayElement]) -> bytes:
+    """Return the ``array.json`` of *elements*; the inverse of `elements_of`."""
+    return json.dumps({"elements": [{"array": one.array, "index": one.index} for one in elements]}).encode() + b"\n"
+
+
+def check_alike(plans: Sequence[Plan]) -> None:
+    """Check that one array can hold *plans*. Raises `BackendError`."""
+    first = directives(script_of(plans[0]))
+    if "hetjob" in first:
+        hint = "Submit them one by one, or without `heterogeneous`."
+        raise BackendError("Slurm makes no arrays of heterogeneous jobs", where=plans[0].marker, hint=hint)
+    for plan in plans[1:]:
+        other = directives(script_of(plan))
+        for one, two in zip([*first, "nothing"], [*other, "nothing"], strict=False):
+            if one != two:
+                raise BackendError(
+                    f"the elements of an array ask Slurm for the same, and {plan.marker} asks for {two}, "
+                    f"not for {one} like {plans[0].marker}",
+                    where=plan.marker,
+                    hint="Submit it by itself.",
+                )
+
+
+def script_of(plan: Plan) -> str:
+    """Return the batch script of one attempt."""
+    return next(file.content for file in plan.files if file.path.endswith(".sbatch"))
+
+
+def directives(script: str) -> list[str]:
+    """Return the first line of a script and its options, without those that name the job."""
+    lines = script.splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    own = re.compile(rf"--(?:{'|'.join(_OWN)})(?:=.*)?")
+    return [lines[0], *(option for option in options if not own.fullmatch(option))]
+
+
+def array_script(plan: Plan, directory: str) -> str:
+    """Return the script of the array in *directory* (absolute), with the options of *plan*."""
+    from orc.templates.render import render
+
+    shebang, *options = directives(script_of(plan))
+    return render("slurm/array.sbatch.j2", shebang=shebang, directives=options, directory=directory)
+
+
+def array_options(name: str, count: int, at_once: int | None, directory: str) -> list[str]:
+    """Return the options of sbatch for the array itself."""
+    limit = f"%{at_once}" if at_once is not None else ""
+    return [
+        f"--array=0-{count - 1}{limit}",
+        f"--job-name={name}",
+        f"--comment={name}",
+        f"--chdir={directory}",
+        f"--output={directory.replace('%', '%%')}/%a/logs/launcher.log",
+    ]

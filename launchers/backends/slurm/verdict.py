@@ -27,25 +27,15 @@ SETTLED_S = 10.0
 # How much the clocks of nodes and controller may differ, in seconds.
 CLOCK_SKEW_S = 2.0
 
-_SLURM_CAUSES = {
-    "TIMEOUT": Cause.TIMEOUT,
-    "DEADLINE": Cause.TIMEOUT,
-    "CANCELLED": Cause.CANCELLED,
-    "REVOKED": Cause.CANCELLED,
-    "NODE_FAIL": Cause.NODE_FAILURE,
-    "BOOT_FAIL": Cause.NODE_FAILURE,
-    "PREEMPTED": Cause.PREEMPTED,
-    "OUT_OF_MEMORY": Cause.CRASH,
-}
-_SLURM_WORDS = {
-    "TIMEOUT": "Slurm's time limit was reached",
-    "DEADLINE": "Slurm's deadline was reached",
-    "CANCELLED": "cancelled in Slurm",
-    "REVOKED": "revoked in Slurm",
-    "NODE_FAIL": "a node failed",
-    "BOOT_FAIL": "a node did not boot",
-    "PREEMPTED": "preempted by Slurm",
-    "OUT_OF_MEMORY": "out of memory",
+_SLURM_ENDS = {
+    "TIMEOUT": (Cause.TIMEOUT, "Slurm's time limit was reached"),
+    "DEADLINE": (Cause.TIMEOUT, "Slurm's deadline was reached"),
+    "CANCELLED": (Cause.CANCELLED, "cancelled in Slurm"),
+    "REVOKED": (Cause.CANCELLED, "revoked in Slurm"),
+    "NODE_FAIL": (Cause.NODE_FAILURE, "a node failed"),
+    "BOOT_FAIL": (Cause.NODE_FAILURE, "a node did not boot"),
+    "PREEMPTED": (Cause.PREEMPTED, "preempted by Slurm"),
+    "OUT_OF_MEMORY": (Cause.CRASH, "out of memory"),
 }
 # Reasons for waiting that do not go away by themselves.
 _HOPELESS = {
@@ -78,16 +68,9 @@ def judge(
 ) -> Observation:
     """Return the observation of one attempt.
 
-    Parameters
-    ----------
-    row:
-        The job in squeue, else its end in sacct, else `None`.
-    lead_s:
-        A preemption notice this close (in seconds) to the end of Slurm's time limit was about the limit.
-    asked_everyone:
-        False when accounting should have been asked and could not be: then "not there" proves nothing.
-    lost_after_s:
-        So long after its last sign a job that Slurm does not know may still come back.
+    *row* is the job in squeue, else its end in sacct, else `None`. A preemption notice within *lead_s* of the end of
+    Slurm's time limit was about the limit. Without *asked_everyone*, accounting could not be asked, and "not there"
+    proves nothing. Until *lost_after_s* after its last sign a job that Slurm does not know may come back.
     """
     if _is_final(records, now) and not (row is not None and row.ended):
         return _observation(Phase.SUCCEEDED, records, None)
@@ -168,7 +151,7 @@ def _ended(row: JobRow | None, records: AttemptRecords, lead_s: float) -> Observ
     # What the program did before Slurm stepped in counts, except where its end was bound to follow from that.
     kept = program and row.state in ("TIMEOUT", "DEADLINE", "CANCELLED")
     stopped = record is not None and record.cause in (Cause.CANCELLED, Cause.TIMEOUT)
-    if row.state in _SLURM_CAUSES and not kept and not stopped:
+    if row.state in _SLURM_ENDS and not kept and not stopped:
         return _from_state(row, records)
     if record is None:
         return _without_record(row, records)
@@ -176,8 +159,7 @@ def _ended(row: JobRow | None, records: AttemptRecords, lead_s: float) -> Observ
 
 
 def _from_state(row: JobRow, records: AttemptRecords) -> Observation:
-    cause = _SLURM_CAUSES[row.state]
-    words = _SLURM_WORDS[row.state]
+    cause, words = _SLURM_ENDS[row.state]
     if row.state == "NODE_FAIL":
         failed = row.failed_node or ", ".join(records.silent)
         words = f"NODE_FAIL: {failed} failed" if failed else f"NODE_FAIL: {words} (one of {', '.join(row.nodes)})"
@@ -194,9 +176,8 @@ def _without_record(row: JobRow, records: AttemptRecords) -> Observation:
     code = f"exit code {row.exit_code}" if row.exit_code else "a failure"
     if records.leases:
         who = "agent on" if len(records.silent) < 2 else "agents on"
-        reason = (
-            f"the {who} {', '.join(records.silent) or 'a node'} left no exit record; Slurm says {row.state} ({code})"
-        )
+        silent = ", ".join(records.silent) or "a node"
+        reason = f"the {who} {silent} left no exit record; Slurm says {row.state} ({code})"
         return _observation(Phase.FAILED, records, row, cause=Cause.NODE_FAILURE, reason=reason)
     reason = f"the batch script ended with {code} before an agent started; see {records.directory}/logs/launcher.log"
     return _observation(Phase.FAILED, records, row, cause=Cause.LAUNCH, reason=reason)
@@ -229,21 +210,18 @@ def _observation(
     phase: Phase, records: AttemptRecords, row: JobRow | None, *, cause: Cause | None = None, reason: str = ""
 ) -> Observation:
     record = records.verdict if phase.ended else None
-    blamed = _failed_hosts(row, records) if phase.ended and cause is Cause.NODE_FAILURE else ()
-    ended_at = None
-    if phase.ended:
-        ended_at = record.ended_at if record else row.ended_at if row else None
+    end = (record.ended_at if record else row.ended_at if row else None) if phase.ended else None
     return Observation(
-        phase=phase,
-        cause=cause,
-        reason=reason,
+        phase,
+        cause,
+        reason,
         exit=record,
         hosts=records.hosts or (row.nodes if row else ()),
         started_at=records.started_at or (row.started_at if row else None),
-        ended_at=ended_at,
+        ended_at=end,
         restarts=records.restart,
+        failed_hosts=_failed_hosts(row, records) if phase.ended and cause is Cause.NODE_FAILURE else (),
         progress=records.progress,
-        failed_hosts=blamed,
     )
 
 

@@ -15,8 +15,7 @@ import pytest
 from orc.launchers.agent.processes import kill_attempt
 from orc.launchers.agent.records import RECORD_BYTES, parse_object, parse_record, read_json
 from orc.launchers.attempts.reader import read_attempts
-from orc.launchers.backends.slurm.arrays import ArrayElement, elements_of, record_of
-from orc.launchers.backends.slurm.submission import job_of_owner
+from orc.launchers.backends.slurm.submission import ArrayElement, elements_of, job_of_owner, record_of
 from orc.launchers.backends.ssh import host_program
 from orc.launchers.remote.transport import LocalTransport
 

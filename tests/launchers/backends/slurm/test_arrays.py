@@ -13,7 +13,7 @@ from slurm_testbed import eventually
 
 from orc.launchers.backends import open_backend
 from orc.launchers.backends.base import Handle, Phase, SupportsArrays
-from orc.launchers.backends.slurm import SlurmBackend, arrays
+from orc.launchers.backends.slurm import SlurmBackend, submission
 from orc.launchers.errors import AmbiguousSubmit, BackendError
 from orc.launchers.plan import Plan
 from orc.launchers.spec.clusters import Cluster
@@ -33,9 +33,9 @@ def another(plan: Plan, number: int = 2) -> Plan:
 
 def test_the_script_of_an_array_asks_for_what_each_element_does_and_runs_the_element_s_own(plan_of) -> None:
     plan = plan_of(resources={"options": {"slurm": {"modules": ["cuda"], "partition": "gpu", "comment": "mine"}}})
-    text = arrays.array_script(plan, "/shared/my orc/arrays/orc-array-1")
+    text = submission.array_script(plan, "/shared/my orc/arrays/orc-array-1")
     asked = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-    whole = [line for line in arrays.script_of(plan).splitlines() if line.startswith("#SBATCH")]
+    whole = [line for line in submission.script_of(plan).splitlines() if line.startswith("#SBATCH")]
     assert asked == [line for line in whole if not re.match(r"#SBATCH --(job-name|comment|chdir|output)=", line)]
     assert len(whole) == len(asked) + 4
     assert text.startswith("#!/bin/bash -l\n#SBATCH")
@@ -44,25 +44,25 @@ def test_the_script_of_an_array_asks_for_what_each_element_does_and_runs_the_ele
 
 
 def test_the_command_line_says_what_the_array_is() -> None:
-    assert arrays.array_options("orc-array-1", 5, 2, "/a/50%/x") == [
+    assert submission.array_options("orc-array-1", 5, 2, "/a/50%/x") == [
         "--array=0-4%2",
         "--job-name=orc-array-1",
         "--comment=orc-array-1",
         "--chdir=/a/50%/x",
         "--output=/a/50%%/x/%a/logs/launcher.log",
     ]
-    assert arrays.array_options("orc-array-1", 1, None, "/a")[0] == "--array=0-0"
+    assert submission.array_options("orc-array-1", 1, None, "/a")[0] == "--array=0-0"
 
 
 def test_attempts_that_ask_for_different_things_make_no_array(plan_of) -> None:
-    arrays.check_alike([plan_of(), another(plan_of())])
+    submission.check_alike([plan_of(), another(plan_of())])
     with pytest.raises(BackendError, match=re.escape("asks for --nodes=2-4, not for --nodes=1")):
-        arrays.check_alike([plan_of(), another(plan_of(resources={"nodes": "2:4"}))])
+        submission.check_alike([plan_of(), another(plan_of(resources={"nodes": "2:4"}))])
 
 
 @pytest.mark.parametrize("record", [b"", b"{", b"[]", b'{"elements": 3}', b'{"elements": [{"array": "x"}]}'])
 def test_a_broken_record_names_no_element(record: bytes) -> None:
-    assert arrays.elements_of(record) == []
+    assert submission.elements_of(record) == []
 
 
 # -- handles
@@ -202,8 +202,8 @@ def test_an_array_that_was_cut_off_is_found_and_repeating_it_submits_only_what_i
 def test_two_arrays_of_the_same_attempts_become_one(runs) -> None:
     some = Several(runs, 2)
     handles = some.submit()
-    directory = Path(str(arrays.array_dir(some.backend.layout, handles[0].group)))
-    options = arrays.array_options(handles[0].group, 2, None, str(directory))
+    directory = Path(str(submission.array_dir(some.backend.layout, handles[0].group)))
+    options = submission.array_options(handles[0].group, 2, None, str(directory))
     second = runs.slurm.run("sbatch", "--parsable", *options, f"{directory}/array.sbatch")
     assert [some.backend.find(plan.marker).native_id for plan in some.plans] == [h.native_id for h in handles]
     eventually(lambda: "RUNNING" not in runs.slurm.run("squeue", "-h", "-r", "-o", "%T", f"--jobs={second}"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orc.launchers.backends.base import Phase
-from orc.launchers.backends.slurm import arrays
+from orc.launchers.backends.slurm import submission
 from orc.launchers.backends.slurm.options import read_options
 from orc.launchers.backends.slurm.script import components
 from orc.launchers.errors import BackendError, RenderError, SpecError
@@ -79,7 +79,7 @@ def test_components_that_do_not_make_up_the_job_are_refused(given: Any, resource
 def test_heterogeneous_jobs_make_no_array(plan_of) -> None:
     plan = plan_of(resources={"nodes": 2, "options": {"slurm": {"heterogeneous": [{}, {}]}}})
     with pytest.raises(BackendError, match="Slurm makes no arrays of heterogeneous jobs"):
-        arrays.check_alike([plan])
+        submission.check_alike([plan])
 
 
 SCRIPT = """

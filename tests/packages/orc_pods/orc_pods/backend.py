@@ -97,16 +97,9 @@ class PodBackend(base.Backend):
         port = 20000 + zlib.crc32(attempt.marker.encode()) % 10000  # the network is this machine's
         more = {"hosts": hosts, "setup": [*self.cluster.setup, *job.setup], "image": "the cluster", "link_port": port}
         config = container_config(job, snapshot, attempt, self.cluster, layout, **more)
-        return Plan(
-            attempt=attempt,
-            cluster=self.cluster.name,
-            backend=self.kind,
-            files=(PlanFile(_place(attempt) + AGENT, agent_file(config).content, 0o600),),
-            commands=(PlanCommand((_source(snapshot) + SOURCE, *hosts), purpose="start the pod"),),
-            env=config.env,
-            trees=snapshot.digests,
-            secrets=tuple(job.secrets),
-        )
+        agents = PlanFile(_place(attempt) + AGENT, agent_file(config).content, 0o600)
+        start = PlanCommand((_source(snapshot) + SOURCE, *hosts), purpose="start the pod")
+        return self.plan_of(job, snapshot, attempt, config.env, (agents,), (start,))
 
     def preflight(self, plan: Plan) -> list[base.Finding]:
         return []
