@@ -211,7 +211,7 @@ class SshProcess:
         if self._group is None:
             self._check_link()
             raise HostAccessError(
-                f"no command can be started there (status {self._channel.exit_status}){_last_words(self._err)}",
+                f"no command can be started there (status {self._channel.exit_status}){_last_words(bytes(self._err))}",
                 where=self._link.name,
                 hint="Does the user have a login shell that runs commands?",
             )
