@@ -80,7 +80,9 @@ class SshProcess:
                 view, deadline = view[count:], time.monotonic() + self._timeout_s
             elif self._ended():
                 self._check_link()
-                raise BackendUnreachable(f"{self._name} ended before it had read all of its input", where=self._where)
+                raise BackendUnreachable(
+                    f"{self._name} ended before it had read all of its input", where=self._link.name
+                )
             elif time.monotonic() > deadline:
                 raise self._late(f"took no input for {self._timeout_s:g} s")
 
@@ -154,12 +156,8 @@ class SshProcess:
     def _name(self) -> str:
         return PurePosixPath(self._argv[0]).name
 
-    @property
-    def _where(self) -> str:
-        return self._link.name
-
     def _late(self, how: str) -> CommandTimeout:
-        return CommandTimeout(f"{self._name} {how}", where=self._where)
+        return CommandTimeout(f"{self._name} {how}", where=self._link.name)
 
     def _send(self, view: memoryview) -> int:
         """Send some input and take pending output; return how much was sent, 0 when there is no room or no end."""
@@ -201,11 +199,11 @@ class SshProcess:
             self._group, status = (int(number) for number in found.groups())
             del self._out[: found.end()]
             if status:
-                raise unstarted(self._argv[0], status, self._where)
+                raise unstarted(self._argv[0], status, self._link.name)
         elif len(self._out) > _NOISE:
             raise HostAccessError(
                 "the login prints so much that orc's answers are lost",
-                where=self._where,
+                where=self._link.name,
                 hint="Look for programs that print in ~/.bashrc (or the like) there.",
             )
 
@@ -213,14 +211,10 @@ class SshProcess:
         if self._group is None:
             self._check_link()
             raise HostAccessError(
-                f"no command can be started there (status {self._channel.exit_status}){self._last_words()}",
-                where=self._where,
+                f"no command can be started there (status {self._channel.exit_status}){_last_words(bytes(self._err))}",
+                where=self._link.name,
                 hint="Does the user have a login shell that runs commands?",
             )
-
-    def _last_words(self) -> str:
-        lines = self._err.decode(errors="replace").strip().splitlines()
-        return f": {lines[-1][:300]}" if lines else ""
 
     def _silent(self) -> bool:
         """Return whether the output of the command has ended."""
@@ -267,6 +261,11 @@ class SshProcess:
         elif 128 < status <= 128 + signal.SIGRTMAX:
             status = 128 - status
         return int(status), bytes(out), bytes(err)
+
+
+def _last_words(said: bytes) -> str:
+    lines = said.decode(errors="replace").strip().splitlines()
+    return f": {lines[-1][:300]}" if lines else ""
 
 
 class InterruptsWait:
@@ -410,10 +409,9 @@ class Link:
             piece = self._watchdog.read(1 << 16)
             if not piece:
                 done = self._watchdog.wait()
-                words = done.stderr.strip().splitlines()[-1:]
+                words = _last_words(done.stderr.encode())
                 raise HostAccessError(
-                    f"orc's program could not be started there (status {done.status})"
-                    + "".join(f": {word[:300]}" for word in words),
+                    f"orc's program could not be started there (status {done.status}){words}",
                     where=self.name,
                     hint="It needs Python 3.9 or newer: `python3` on the PATH, or `python:` of cluster or host.",
                 )

@@ -161,6 +161,16 @@ def test_a_run_whose_file_system_hangs_ends_before_its_successor_begins(attempt)
     assert_one_after_the_other(job, "1.0", "1.1")
 
 
+def test_a_run_that_cannot_write_its_heartbeat_ends_although_nobody_follows_it(attempt) -> None:
+    job = attempt(ENDLESS, peer_timeout_s=TIMEOUT_S)
+    first = job.started()
+    began = time.monotonic()
+    with hung_file_system(job, first.pid):
+        assert first.wait(30) == -signal.SIGKILL
+    assert max(samples(job)["1.0"]) < began + FENCE_S
+    until(lambda: not job.remains())
+
+
 def test_a_frozen_agent_s_ranks_end_and_its_exit_record_says_why(attempt) -> None:
     job = attempt(ENDLESS, peer_timeout_s=TIMEOUT_S)
     first = job.started()

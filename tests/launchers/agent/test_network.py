@@ -51,6 +51,12 @@ def test_each_incarnation_has_a_token_of_its_own_that_all_of_its_ranks_have(atte
     assert said(job)[3] != token
 
 
+def test_an_inherited_token_is_not_passed_on(attempt):
+    job = attempt(TELL)
+    assert job.run(ORC_TOKEN="f" * 64) == 0
+    assert said(job)[3] != "f" * 64
+
+
 def test_hosts_make_the_token_of_their_ranks_from_that_of_their_link(linked):
     both = linked(TELL)
     both.start_all()

@@ -362,6 +362,14 @@ def test_a_log_tail_is_forty_lines_and_whole_ones(tmp_path):
     assert log_tail(str(tmp_path / "none")) == ""
 
 
+def test_secrets_are_blotted_out_of_the_failure_that_travels(attempt):
+    job = attempt("import os; raise RuntimeError('bad token ' + os.environ['TOKEN'])", secrets=["TOKEN"])
+    (job.directory / "secrets.json").write_text(json.dumps({"TOKEN": "geheim-4711"}))
+    assert job.run() == 1
+    assert job.exit()["first_failure"]["log_tail"].endswith("RuntimeError: bad token ***")
+    assert "geheim-4711" not in json.dumps(job.exit())
+
+
 def test_progress_travels_in_the_heartbeat_and_a_broken_file_does_no_harm(attempt):
     job = attempt(IDLE)
     process = job.started()

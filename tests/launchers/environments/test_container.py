@@ -146,14 +146,8 @@ def test_an_image_is_fetched_once_and_ranks_run_in_it(node: Any, docker: Path) -
     calls = (docker.parent / "calls").read_text()
     assert calls.count("pull img") == 1
     prefix = here.answer["prefix"]
-    env = {
-        **os.environ,
-        **search,
-        "ORC_ATTEMPT_DIR": str(here.attempt),
-        "ORC_NODE_RANK": "0",
-        "RANK": "3",
-        "SSH_AUTH_SOCK": "x",
-    }
+    own = {"ORC_ATTEMPT_DIR": str(here.attempt), "ORC_NODE_RANK": "0", "RANK": "3", "SSH_AUTH_SOCK": "x"}
+    env = {**os.environ, **search, **own}
     code = (
         "import os, sys; print(sys.argv[1:], os.environ['INSIDE'], os.environ['RANK'], 'SSH_AUTH_SOCK' in os.environ)"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,11 +17,7 @@ from polling import until
 from orc.launchers.agent.procfs import process_start
 from orc.launchers.foreground.launch import begins_with_torch, shadows_a_library
 
-DRIVER = """
-import json, sys
-from orc.launchers.foreground.launch import LocalLaunch, launch
-sys.exit(launch(LocalLaunch(sys.argv[2:], **json.loads(sys.argv[1]))))
-"""
+from .test_launch import DRIVER, start
 
 
 @pytest.mark.parametrize(
@@ -65,20 +60,14 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., sub
     (tmp_path / "lib").mkdir()
     monkeypatch.chdir(tmp_path / "code")
 
-    def start(source: str, *arguments: str, torch: str = "", **options: Any) -> subprocess.Popen[str]:
+    def launched(source: str, *arguments: str, torch: str = "", **options: Any) -> subprocess.Popen[str]:
         (tmp_path / "code/train.py").write_text(textwrap.dedent(source))
         note = f"open({str(tmp_path / 'imports')!r}, 'a').write('x')\n"
         (tmp_path / "lib/torch.py").write_text(note + textwrap.dedent(torch))
-        return subprocess.Popen(
-            [sys.executable, "-c", DRIVER, json.dumps({"nprocs": 3, **options}), "train.py", *arguments],
-            env={**os.environ, "PYTHONPATH": str(tmp_path / "lib")},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        environ = {"PYTHONPATH": str(tmp_path / "lib")}
+        return start("train.py", *arguments, environ=environ, **{"nprocs": 3, **options})
 
-    return start
+    return launched
 
 
 def imports(tmp_path: Path) -> int:

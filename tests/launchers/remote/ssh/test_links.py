@@ -214,21 +214,19 @@ def test_a_name_without_an_address_is_named(hosts: Any, reach: Reach) -> None:
     assert "address:" in error.value.hint
 
 
-def test_a_host_where_nobody_listens_refuses(hosts: Any, reach: Reach) -> None:
-    hosts.fault("stop-sshd", "node1")
-    with pytest.raises(BackendUnreachable, match="it refused the connection"):
-        reach("node1").names("/")
-
-
-def test_a_host_that_swallows_everything_is_given_up(hosts: Any, reach: Reach) -> None:
-    hosts.fault("drop", "node1")
-    with pytest.raises(BackendUnreachable, match="it did not answer within 1 s"):
-        reach("node1", connect_timeout=1).names("/")
-
-
-def test_an_sshd_that_hangs_is_given_up(hosts: Any, reach: Reach) -> None:
-    hosts.fault("hang-sshd", "node1")
-    with pytest.raises(BackendUnreachable, match="something answers, but no SSH server within 1 s"):
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("stop-sshd", "it refused the connection"),
+        ("drop", "it did not answer within 1 s"),
+        ("hang-sshd", "something answers, but no SSH server within 1 s"),
+    ],
+)
+def test_a_host_that_cannot_be_entered_is_given_up_with_the_reason(
+    hosts: Any, reach: Reach, fault: str, said: str
+) -> None:
+    hosts.fault(fault, "node1")
+    with pytest.raises(BackendUnreachable, match=said):
         reach("node1", connect_timeout=1).names("/")
 
 
