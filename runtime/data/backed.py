@@ -55,16 +55,5 @@ def backed(kind: Any) -> Any:
     require_stateful_dataloader()
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    bases = (Backed, kind, StatefulDataLoader)
-    return type(f"Stateful{kind.__name__}", bases, {"__module__": __name__, "__doc__": kind.__doc__})
-
-
-def __getattr__(name: str) -> Any:
-    """The classes by name, for unpickling."""
-    from orc.runtime.data.dispatch import DataLoaderDispatcher
-    from orc.runtime.data.loader import DataLoaderShard
-
-    for kind in (DataLoaderShard, DataLoaderDispatcher):
-        if name == f"Stateful{kind.__name__}":
-            return backed(kind)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    bases, module = (Backed, kind, StatefulDataLoader), "orc.runtime.data.stateful"
+    return type(f"Stateful{kind.__name__}", bases, {"__module__": module, "__doc__": kind.__doc__})

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load as load_tensors
 
 from orc.runtime.checkpoint import save
-from orc.runtime.checkpoint.errors import CheckpointError
+from orc.runtime.checkpoint.errors import CheckpointError, RanksElsewhere
 from orc.runtime.checkpoint.format import state_file
 from orc.runtime.checkpoint.format.layout import CheckpointRoot, Manifest, read_manifest
 from orc.runtime.checkpoint.replication.barrier import attempt
@@ -77,7 +77,7 @@ def survey(sites=ALONE):
 
 
 def request(directory=None, root=None, at_least=0, **options):
-    return SaveRequest(directory, root, at_least, Progress(7, 1, 20), **options)
+    return SaveRequest(directory, root, at_least, Progress(7, 1, 20, ((0.5, 3.0),)), **options)
 
 
 def opened(asked, table=None, where=None, **facts):
@@ -141,6 +141,9 @@ def test_a_directory_is_the_one_that_was_asked_for_wherever_the_process_goes(tmp
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [f"{FILE}-s", "s.tmp"]
     text = said(lambda: opened(request(tmp_path.__class__("a")), Table(save_state=[["b", None, None]])))
     assert text == "save_state was called with different directories on different ranks: ['a', 'b']"
+    with pytest.raises(RanksElsewhere) as told:
+        opened(request(tmp_path / "c"), Table(save_state=[[None, 1, None], [None, None, None]]))
+    assert told.value.reasons == dict.fromkeys((1, 2), "saves to the next numbered checkpoint")
 
 
 def test_a_rank_of_a_site_prepares_it_where_it_leads(tmp_path):
@@ -331,13 +334,14 @@ def test_a_save_is_written_and_agreed_on_step_by_step(tmp_path):
     table, kept = Table(), []
     root = SimpleNamespace(retain=lambda keep: kept.append((keep, (tmp_path / "checkpoint_0").exists())))
     tasks = {"a": partial(put, b"1"), "b": partial(put, b"22")}
-    ready(tmp_path / "checkpoint_0", tasks, request(root=root, keep=3)).write(table)
+    ready(tmp_path / "checkpoint_0", tasks, request(root=root, keep=3, alone=True), rank=2).write(table)
     steps = [("save_state (committing)", 3600.0), ("save_state (retention)", 3600.0)]
     assert table.log == [("save_state (writing)", 3600.0), *steps]
     assert kept == [(3, True)]
     manifest = read_manifest(tmp_path / "checkpoint_0")
     assert {name: record.size for name, record in manifest.files.items()} == {"a": 1, "b": 2}
-    assert manifest == Manifest("0af3", 7, 1, 20, 1, 5.5, manifest.files)
+    made_of = ("0af3", 7, 1, 20, 1, 5.5, manifest.files)
+    assert manifest == Manifest(*made_of, random_states=(2,), norms=((0.5, 3.0),))
     assert (table.brought[0]["error"], table.brought[0]["site"]) == (None, 0)
     assert table.brought[0]["files"]["a"] == {"size": 1, "sum": manifest.files["a"].sum}
     table = Table()
@@ -365,18 +369,24 @@ def test_what_one_rank_could_not_write_ends_the_save_on_all(tmp_path, tasks, err
 
 @pytest.mark.parametrize(
     ("failing", "expected"),
-    [("seal", ["seal"]), ("fence", ["seal", "fence"]), ("commit", ["seal", "fence", "commit"]), (None, [])],
+    [
+        ("seal", ["seal"]),
+        ("fence", ["seal", "fence"]),
+        ("commit", ["seal", "fence", "commit 0af3"]),
+        ("clear", ["seal", "fence", "commit 0af3", "clear"]),
+        (None, []),
+    ],
 )
 def test_what_keeps_the_leader_from_committing_is_told(tmp_path, monkeypatch, failing, expected):
     events = []
 
-    def step(name, *_):
-        events.append(name)
+    def step(name, *manifest):
+        events.append(f"{name} {manifest[0].id}" if name == "commit" else name)
         if name == failing:
             raise CheckpointError(f"cannot {name}")
 
     class Place(LocalDestination):
-        seal, commit = partial(step, "seal"), partial(step, "commit")
+        seal, commit, clear = partial(step, "seal"), partial(step, "commit"), partial(step, "clear")
 
     monkeypatch.setattr(save, "refuse_superseded", lambda: step("fence"))
     destination = Place(tmp_path / "s", "t", failing is not None, None)
@@ -386,8 +396,9 @@ def test_what_keeps_the_leader_from_committing_is_told(tmp_path, monkeypatch, fa
         made.write(table)
         assert table.brought[1:] == [None, None]
     else:
-        assert said(lambda: made.write(table)) == f"cannot {failing}"
-        assert table.log[-1] == ("save_state (committing)", 3600.0)
+        assert said(lambda: made.write(table)).endswith(f"cannot {failing}")
+        last = "retention" if failing == "clear" else "committing"
+        assert table.log[-1] == (f"save_state ({last})", 3600.0)
     assert events == expected
 
 
