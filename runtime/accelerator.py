@@ -240,7 +240,7 @@ class Accelerator(AcceleratorAttributes):
     @property
     def fp8_backend(self) -> str | None:
         """The library that computes in fp8: ``TE``, ``MSAMP`` or ``AO``; `None` in any other precision."""
-        return getattr(getattr(self._precision, "backend", None), "name", None)
+        return getattr(self._precision, "backend", None)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

@@ -9,14 +9,11 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orc.runtime.core.config import to_env
 from orc.runtime.core.errors import ContextError, LaunchError, RankFailure, SettingConflict
 from orc.runtime.core.parsing import parse_bool
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
@@ -108,12 +105,12 @@ def notebook_launcher(
 
     with contextlib.ExitStack() as stack:
         if rdzv_backend == "static":
-            meeting: _Meeting = _Static(stack, master_addr, port, node_rank, num_nodes)
+            meet = _static(stack, master_addr, port, node_rank, num_nodes)
         else:
             endpoint = rdzv_endpoint or f"{master_addr}:{port}"
-            meeting = _Elastic(rdzv_backend, endpoint, rdzv_id, num_nodes, {"rank": node_rank, **(rdzv_conf or {})})
+            meet = _elastic(rdzv_backend, endpoint, rdzv_id, num_nodes, {"rank": node_rank, **(rdzv_conf or {})})
         for restart in range(max_restarts + 1):
-            variables, first = meeting.variables(count)
+            variables, first = meet(count)
             for own in variables:
                 own.update(settings, TORCHELASTIC_RESTART_COUNT=str(restart))
             try:
@@ -166,55 +163,41 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 
 # ---- where ranks meet
 
-
-class _Meeting:
-    """Meeting of the ranks of all nodes: their variables, anew for each start."""
-
-    def variables(self, count: int) -> tuple[Variables, int]:
-        """Return the variables of *count* ranks of this node, and the number of the first."""
-        raise NotImplementedError
+Meeting = Callable[[int], tuple[Variables, int]]  # of so many ranks of this node: their variables, the first's number
 
 
-class _Static(_Meeting):
-    """Rendezvous at an address that is given in advance."""
+def _static(stack: contextlib.ExitStack, address: str, port: int, node_rank: int, num_nodes: int) -> Meeting:
+    """Return the meeting at an address that is given in advance."""
+    from orc.runtime.launch import ranks
 
-    def __init__(self, stack: contextlib.ExitStack, address: str, port: int, node_rank: int, num_nodes: int) -> None:
-        from orc.runtime.launch import ranks
-
-        self.node_rank, self.num_nodes = node_rank, num_nodes
-        self.address = address if num_nodes > 1 else "127.0.0.1"
-        self.port = port if num_nodes > 1 else stack.enter_context(ranks.held_port(port))
-
-    def variables(self, count: int) -> tuple[Variables, int]:
-        return _of_node(self.node_rank, self.num_nodes, count, self.address, self.port)
+    if num_nodes == 1:
+        address, port = "127.0.0.1", stack.enter_context(ranks.held_port(port))
+    return lambda count: _of_node(node_rank, num_nodes, count, address, port)
 
 
-class _Elastic(_Meeting):
-    """Meeting that torch.distributed.elastic arranges, and which counts the nodes."""
+def _elastic(backend: str, endpoint: str, run: str, num_nodes: int, conf: Mapping[str, Any]) -> Meeting:
+    """Return the meeting that torch.distributed.elastic arranges, anew for each start, and which counts the nodes."""
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    def __init__(self, backend: str, endpoint: str, run: str, num_nodes: int, conf: Mapping[str, Any]) -> None:
-        from torch.distributed.elastic.rendezvous import RendezvousParameters
-        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+    parameters = RendezvousParameters(
+        backend=backend, endpoint=endpoint, run_id=run, min_nodes=num_nodes, max_nodes=num_nodes, **dict(conf)
+    )
+    try:
+        handler = get_rendezvous_handler(parameters)
+    except ValueError as error:
+        raise ValueError(f"rdzv_backend={backend!r}: {error}") from None
 
-        self.endpoint = endpoint
-        parameters = RendezvousParameters(
-            backend=backend, endpoint=endpoint, run_id=run, min_nodes=num_nodes, max_nodes=num_nodes, **dict(conf)
-        )
+    def meet(count: int) -> tuple[Variables, int]:
         try:
-            self.handler: RendezvousHandler = get_rendezvous_handler(parameters)
-        except ValueError as error:
-            raise ValueError(f"rdzv_backend={backend!r}: {error}") from None
-
-    def variables(self, count: int) -> tuple[Variables, int]:
-        from torch.distributed.elastic.rendezvous import RendezvousError
-
-        try:
-            info = self.handler.next_rendezvous()
+            info = handler.next_rendezvous()
         except RendezvousError as error:
-            raise LaunchError(f"the nodes did not meet at {self.endpoint}: {error}") from error
+            raise LaunchError(f"the nodes did not meet at {endpoint}: {error}") from error
         place = info.bootstrap_store_info
         assert place is not None
         return _of_node(info.rank, info.world_size, count, place.master_addr, place.master_port)
+
+    return meet
 
 
 def _of_node(node: int, nodes: int, count: int, address: str, port: int) -> tuple[Variables, int]:

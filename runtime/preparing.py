@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from orc.runtime.parallel import Request, apply_all, batch_cut, chosen, extract_model_from_parallel, is_sharded
 from orc.runtime.parallel.base import ChecksGradients
 from orc.runtime.parallel.compile import compile_model, compiles
-from orc.runtime.parallel.own_mesh import follow_mesh
 from orc.runtime.parallel.records import described
 from orc.runtime.parallel.replacements import follow, move
+from orc.runtime.parallel.shards import follow_mesh
 from orc.runtime.train.optimizer import AcceleratedOptimizer
 from orc.runtime.train.scheduler import AcceleratedScheduler
 

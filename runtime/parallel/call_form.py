@@ -137,6 +137,11 @@ class CallForm:
             raise ValueError("there is no tensor in the output of the model; let it return tensors, in lists or dicts")
         return tensors
 
+    @staticmethod
+    def leaves(output: Any, rows: int) -> list[Tensor]:
+        """Return the first *rows* of each tensor of a pipeline's *output*; none where another process has it."""
+        return [] if output is None else [leaf[:rows] for leaf in ([output] if isinstance(output, Tensor) else output)]
+
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """Return what the model returns, with *tensors* in it."""
         assert self.output is not None  # traced before it runs

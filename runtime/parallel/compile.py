@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,15 +21,13 @@ def resolve_plugin(plugin: TorchDynamoPlugin, config: RuntimeConfig) -> TorchDyn
     Raises:
         ValueError: the environment names a back end that there is not.
     """
-    return TorchDynamoPlugin(
-        backend=config.dynamo_backend if plugin.backend is None else plugin.backend,
-        mode=config.dynamo_mode if plugin.mode is None else plugin.mode,
-        fullgraph=config.dynamo_use_fullgraph if plugin.fullgraph is None else plugin.fullgraph,
-        dynamic=config.dynamo_use_dynamic if plugin.dynamic is None else plugin.dynamic,
-        options=plugin.options,
-        disable=plugin.disable,
-        use_regional_compilation=plugin.use_regional_compilation,
-    )
+    around: dict[str, Any] = {
+        "backend": config.dynamo_backend,
+        "mode": config.dynamo_mode,
+        "fullgraph": config.dynamo_use_fullgraph,
+        "dynamic": config.dynamo_use_dynamic,
+    }
+    return replace(plugin, **{name: value for name, value in around.items() if getattr(plugin, name) is None})
 
 
 def compiles(plugin: TorchDynamoPlugin) -> bool:
@@ -40,14 +39,9 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
     """*model* compiled as *plugin* sets; one that is compiled already comes back as it is."""
     if is_compiled(model) or not compiles(plugin):
         return model
-    options = plugin.to_kwargs()
-    blocks = repeated_blocks(model) if plugin.use_regional_compilation else []
-    if not blocks:
-        return cast(nn.Module, torch.compile(model, **options))
-    for block in blocks:
-        if block._compiled_call_impl is None:
-            block.compile(**options)
-    return model
+    if plugin.use_regional_compilation and repeated_blocks(model):
+        return compile_regions(model, **plugin.to_kwargs())
+    return cast(nn.Module, torch.compile(model, **plugin.to_kwargs()))
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:

@@ -1,25 +1,37 @@
-"""Context parallelism: the processes along ``cp`` share out the tokens of each sequence, attention goes over all."""
+"""Context parallelism: the processes along ``cp`` share out the tokens of each sequence, attention goes over all.
+
+It is causal ring attention: each piece of a sequence attends to the pieces of all ranks. torch has it for GPUs, in
+``torch.distributed.tensor.experimental.context_parallel``. On the CPU the same rounds of the ring run here with the
+kernel of the CPU, which torch does not name among them.
+
+Sources: Liu et al., Ring Attention with Blockwise Transformers, arXiv:2310.01889, section 3; which two chunks each rank
+has, so that all compute as much: The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.2.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel.base import Parallelizer, Request
-from orc.runtime.parallel.models_in_pieces import check_model, watch_model
-from orc.runtime.parallel.pieces import Piece
-from orc.runtime.parallel.ring import missing, ring
+from orc.runtime.parallel.pieces import Attend, Piece, check_model, repeated, watch_model
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.parallelism import ParallelismConfig
 
 _KIND = "context parallelism"
+_HOME = "torch.distributed.tensor.experimental"
 
 
 class ContextParallel(Parallelizer):
@@ -36,7 +48,13 @@ class ContextParallel(Parallelizer):
 
     def requires(self, ctx: RunContext) -> str | None:
         """Return why torch cannot compute it on this device, or `None`."""
-        return missing(ctx.device.type)
+        on_cpu = ctx.device.type == "cpu"
+        try:
+            _ = _rounds() if on_cpu else importlib.import_module(_HOME).context_parallel
+        except (ImportError, AttributeError):
+            needed = "2.10" if on_cpu else "2.7"
+            return f"{_KIND} on this device needs torch {needed} or later, and this is {torch.__version__}"
+        return None
 
     def check(self, model: nn.Module, ctx: RunContext, request: Request) -> None:
         """Refuse attention that cannot be spread."""
@@ -130,6 +148,95 @@ def _length(buffers: Sequence[Tensor], dims: Sequence[int], ranks: int) -> int:
             f"parts, so pad them to a multiple of {2 * ranks} ({up})"
         )
     return lengths[0]
+
+
+# ---- the ring
+
+
+@contextlib.contextmanager
+def ring(mesh: DeviceMesh, length: int, strategy: str, device: torch.device) -> Iterator[tuple[Tensor, Attend]]:
+    """Block in which this rank's positions in a sequence of *length* tokens, and the attention of its piece, hold.
+
+    Each rank has a part of the beginning and one of the end, so that all have as much to compute. Keys and values
+    travel by *strategy*, which is a setting of the whole process.
+    """
+    module = importlib.import_module(f"{_HOME}._attention")
+    positions = torch.arange(length, device=device)
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, module._cp_options, "rotate_method", module._cp_options.rotate_method)
+        with torch.no_grad():
+            module.set_rotate_method(strategy)
+        if device.type == "cpu":
+            parts, place = positions.chunk(2 * mesh.size()), mesh.get_local_rank()
+            yield torch.cat([parts[place], parts[-1 - place]]), _on_cpu(mesh.get_group())
+            return
+        block = importlib.import_module(_HOME).context_parallel
+        stack.enter_context(block(mesh, buffers=[positions], buffer_seq_dims=[0], no_restore_buffers={positions}))
+        yield positions, _by_torch(functional.scaled_dot_product_attention)
+
+
+def _by_torch(attention: Any) -> Attend:
+    """Return the attention of a piece by *attention*, which torch's block has put in the place of its function."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
+        key, value = repeated(query, key, value, enable_gqa)
+        out: Tensor = attention(query, key, value, **options)
+        return out
+
+    return attend
+
+
+def _on_cpu(group: ProcessGroup) -> Attend:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
+        if dropout := options["dropout_p"]:
+            raise ContextError(f"{_KIND}: the attention of the CPU has no dropout, and dropout_p={dropout}")
+        key, value = repeated(query, key, value, enable_gqa)
+        out: Tensor = _RingAttention.apply(query, key, value, group, options["scale"])  # type: ignore[no-untyped-call]
+        return out
+
+    return attend
+
+
+def _rounds() -> Any:
+    """The module that has torch's rounds of the ring, for any kernel."""
+    module = importlib.import_module(f"{_HOME}._context_parallel._attention")
+    _ = module._templated_ring_attention, module._templated_ring_attention_backward
+    return module
+
+
+class _RingAttention(torch.autograd.Function):
+    """Rounds of the ring with the flash attention of the CPU; keys and values travel again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: Any, scale: float | None) -> Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, logsumexp = _rounds()._templated_ring_attention(
+            group, 2, kernel, query, key, value, is_causal=True, scale=scale
+        )
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.group, ctx.scale = group, scale
+        return cast("Tensor", out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        gradients = _rounds()._templated_ring_attention_backward(
+            ctx.group,
+            2,
+            kernel,
+            grad_out=gradient.contiguous(),
+            grad_out_name="grad_out",
+            query=query,
+            key=key,
+            value=value,
+            out=out,
+            logsumexp=logsumexp,
+            is_causal=True,
+            dropout_p=0.0,
+            scale=ctx.scale,
+        )
+        return (*gradients, None, None)
 
 
 PARALLELIZER = ContextParallel()

@@ -18,20 +18,23 @@ if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
 
 
-class NoSync:
-    """DDP's ``no_sync`` without a generator: entered on most steps of an accumulating loop."""
+class Setting:
+    """Block in which the attribute *name* of *owner* is *value*, afterwards as before.
 
-    __slots__ = ("_model", "_previous")
+    No generator: it is entered on most steps of an accumulating loop.
+    """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
+    __slots__ = ("_before", "_name", "_owner", "_value")
+
+    def __init__(self, owner: object, name: str, value: bool) -> None:
+        self._owner, self._name, self._value = owner, name, value
 
     def __enter__(self) -> None:
-        self._previous = self._model.require_backward_grad_sync
-        self._model.require_backward_grad_sync = False
+        self._before = getattr(self._owner, self._name)
+        setattr(self._owner, self._name, self._value)
 
     def __exit__(self, *exc: object) -> None:
-        self._model.require_backward_grad_sync = self._previous
+        setattr(self._owner, self._name, self._before)
 
 
 class DDP(Parallelizer):
@@ -71,9 +74,10 @@ class DDP(Parallelizer):
             compress_gradients(wrapped, group, options)
         return wrapped
 
-    def no_sync(self, model: nn.Module) -> NoSync | None:
+    def no_sync(self, model: nn.Module) -> Setting | None:
         """Accumulate locally. Must cover forward too: that is where DDP decides."""
-        return NoSync(model) if isinstance(model, DistributedDataParallel) else None
+        ours = isinstance(model, DistributedDataParallel)
+        return Setting(model, "require_backward_grad_sync", False) if ours else None
 
     def sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any] | None:
         """Let the next backward average the accumulated gradients."""
@@ -82,14 +86,10 @@ class DDP(Parallelizer):
 
 @contextlib.contextmanager
 def _sync_in_backward(model: DistributedDataParallel) -> Iterator[None]:
-    previous = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = True
-    # What forward would have done, had it known: an empty list means that every parameter takes part.
-    model.reducer.prepare_for_backward([])
-    try:
+    with Setting(model, "require_backward_grad_sync", True), Setting(model, "require_forward_param_sync", True):
+        # What forward would have done, had it known: an empty list means that every parameter takes part.
+        model.reducer.prepare_for_backward([])
         yield
-    finally:
-        model.require_backward_grad_sync, model.require_forward_param_sync = previous
 
 
 PARALLELIZER = DDP()

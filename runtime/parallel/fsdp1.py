@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from orc.runtime.core.errors import ContextError
 from orc.runtime.parallel import sharding
+from orc.runtime.parallel.ddp import Setting
 from orc.runtime.parallel.replacements import named_parameters, note_shards, replaced
 
 if TYPE_CHECKING:
@@ -112,15 +113,10 @@ def _units(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def _sync_in_backward(model: nn.Module) -> Iterator[None]:
-    units = _units(model)
-    previous = [unit._sync_gradients for unit in units]
-    for unit in units:
-        unit._sync_gradients = True
-    try:
+    with ExitStack() as block:
+        for unit in _units(model):
+            block.enter_context(Setting(unit, "_sync_gradients", True))
         yield
-    finally:
-        for unit, value in zip(units, previous, strict=True):
-            unit._sync_gradients = value
 
 
 def _managed(wrapped: nn.Module, ignored: list[nn.Module]) -> list[nn.Parameter]:

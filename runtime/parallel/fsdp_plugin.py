@@ -113,7 +113,10 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         around = settings.from_environment(os.environ)
         given = self._given(around.get("fsdp_version", 1))
-        values = {**self._compatible(around, given), **given}
+        pair = {"sharding_strategy", "reshard_after_forward"}  # an argument puts aside the variable that means the same
+        if pair & given.keys() or self.reshard_after_forward is not None:
+            around = {name: value for name, value in around.items() if name not in pair}
+        values = {**around, **given}
         try:
             settings.check_together(values)
         except ValueError as error:
@@ -131,22 +134,25 @@ class FullyShardedDataParallelPlugin:
         self._choose_sharding(values)
         name = values.get("backward_prefetch", "NO_PREFETCH")
         self.backward_prefetch = None if name == "NO_PREFETCH" else BackwardPrefetch[name]
+        self._wrapping = "CUSTOM"
         if not callable(self.auto_wrap_policy) and not hasattr(self.auto_wrap_policy, "_run_policy"):
             self._wrapping = values.get("auto_wrap_policy", "NO_WRAP")
             self.auto_wrap_policy = None if self._wrapping == "NO_WRAP" else self._wrapping.lower()
-        else:
-            self._wrapping = "CUSTOM"
         self.set_cpu_offload(self.cpu_offload if self.cpu_offload is not None else values.get("cpu_offload"))
         if isinstance(self.ignored_modules, str):
             re.compile(self.ignored_modules)
         default = "SHARDED_STATE_DICT" if self.fsdp_version == 2 else "FULL_STATE_DICT"
         self.set_state_dict_type(values.get("state_dict_type", default))
-        if isinstance(self.mixed_precision_policy, str):
-            policy, self.mixed_precision_policy = self.mixed_precision_policy, None
-            self.set_mixed_precision(policy)
-        elif isinstance(self.mixed_precision_policy, dict):
-            self.mixed_precision_policy = self._policy(self.mixed_precision_policy)
-        self._check_policy()
+        policy, kind = self.mixed_precision_policy, self._policy_class()
+        if isinstance(policy, str):
+            self.set_mixed_precision(policy, override=True)
+        elif isinstance(policy, dict):
+            self.mixed_precision_policy = self._policy(policy)
+        elif policy is not None and not isinstance(policy, kind):
+            raise ValueError(
+                f"FullyShardedDataParallelPlugin: mixed_precision_policy is a {type(policy).__name__}; version "
+                f"{self.fsdp_version} takes torch's {kind.__name__}"
+            )
 
     def _given(self, version: int) -> dict[str, Any]:
         """Return the parsed arguments that have a setting; objects of torch stay as they are."""
@@ -163,13 +169,6 @@ class FullyShardedDataParallelPlugin:
             except ValueError as error:
                 raise ValueError(f"FullyShardedDataParallelPlugin: {setting.field}={value!r}: {error}") from None
         return given
-
-    def _compatible(self, around: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """Return what the environment adds: an argument puts aside the variable that means the same."""
-        pair = {"sharding_strategy", "reshard_after_forward"}
-        if pair & given.keys() or self.reshard_after_forward is not None:
-            around = {name: value for name, value in around.items() if name not in pair}
-        return around
 
     def _choose_sharding(self, values: dict[str, Any]) -> None:
         named, after = values.get("sharding_strategy"), values.get("reshard_after_forward")
@@ -253,34 +252,26 @@ class FullyShardedDataParallelPlugin:
         if self.mixed_precision_policy is not None and not override:
             return
         dtype = _DTYPES[mixed_precision]
-        types = {"param_dtype": dtype, "reduce_dtype": dtype}
+        buffers = dtype if buffer_autocast else torch.float32
         self.mixed_precision_policy = self._policy(
-            {**types, "buffer_dtype": dtype if buffer_autocast else torch.float32} if self.fsdp_version == 1 else types
+            {"param_dtype": dtype, "reduce_dtype": dtype, "buffer_dtype": buffers}
         )
 
-    def _policy(self, options: dict[str, Any]) -> Any:
+    def _policy_class(self) -> type[Any]:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        if self.fsdp_version == 2:
-            options = {name: value for name, value in options.items() if name != "buffer_dtype"}
+        return MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+
+    def _policy(self, options: dict[str, Any]) -> Any:
         read: dict[str, Any] = {
-            name: _DTYPES.get(value, value) if isinstance(value, str) else value for name, value in options.items()
+            name: _DTYPES.get(value, value) if isinstance(value, str) else value
+            for name, value in options.items()
+            if self.fsdp_version == 1 or name != "buffer_dtype"
         }
         try:
-            return (MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy)(**read)
+            return self._policy_class()(**read)
         except TypeError as error:
             raise ValueError(f"FullyShardedDataParallelPlugin: mixed_precision_policy: {error}") from None
-
-    def _check_policy(self) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        policy = self.mixed_precision_policy
-        wanted = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
-        if policy is not None and not isinstance(policy, wanted):
-            raise ValueError(
-                f"FullyShardedDataParallelPlugin: mixed_precision_policy is a {type(policy).__name__}; version "
-                f"{self.fsdp_version} takes torch's {wanted.__name__}"
-            )
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Set ``auto_wrap_policy`` to a function that selects the units of *model*; `None` where there are none.

@@ -1,22 +1,27 @@
 """Pieces of sequences: what holds while each process computes some of the tokens of every sequence.
 
 While a piece is in force, `torch.nn.functional.scaled_dot_product_attention` is attention over the whole sequence: keys
-and values of the other pieces take part. It computes attention without a mask and nothing else, and says so.
+and values of the other pieces take part. It computes attention without a mask and nothing else, and says so. Models
+that cannot be spread so are refused, and a forward is checked when it has run; models of Transformers get the
+attention, positions, labels and masks of a piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from orc.runtime.core.errors import ContextError
 
 Attend = Callable[..., Tensor]
 IGNORED = -100  # the label of tokens that no loss is computed for, in torch and in Transformers
+_ATTENTION = "sdpa_in_pieces"  # the name by which Transformers knows the attention of pieces
 
 
 class Piece:
@@ -32,9 +37,7 @@ class Piece:
         causal: attention is causal only.
     """
 
-    current: Piece | None = (
-        None  # of this process: torch's function, which it takes the place of, is one for all threads
-    )
+    current: Piece | None = None  # of this process: torch's function, whose place it takes, is one for all threads
 
     def __init__(
         self, kind: str, positions: Tensor, length: int, ranks: int, attend: Attend, *, causal: bool = True
@@ -158,3 +161,118 @@ def refuse_packed(positions: Tensor, kind: str) -> None:
             f"{kind}: position_ids that do not count from 0: packed sequences would attend to each other; give one "
             "sequence per row"
         )
+
+
+# ---- models
+
+
+def watch_model(model: Any) -> None:
+    """Let *model* check, after a forward in pieces, that its attention was one that is replaced.
+
+    Models of Transformers also get positions, labels and masks that are right for a piece.
+    """
+    if is_transformers_model(model):
+        _register()
+        model.set_attn_implementation(_ATTENTION)
+        model.register_forward_pre_hook(_inputs, with_kwargs=True)
+    model.register_forward_pre_hook(_begin_count)
+    model.register_forward_hook(_check_count)
+
+
+def _begin_count(model: nn.Module, args: Sequence[Any]) -> None:
+    if Piece.current is not None:
+        Piece.current.calls = 0
+
+
+def _check_count(model: nn.Module, args: Sequence[Any], output: Any) -> None:
+    piece = Piece.current
+    if piece is not None and piece.calls == 0:
+        raise ContextError(
+            f"{piece.kind}: {type(model).__name__} did not call torch.nn.functional.scaled_dot_product_attention, so "
+            "its tokens attended to those of their own piece only; use it by that name"
+        )
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Return whether *model* is one of Transformers; it is not where that is not loaded."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def check_model(model: Any, kind: str) -> None:
+    """Raise `ContextError` where the configuration of *model* names another attention than torch's SDPA."""
+    name = model.config._attn_implementation if is_transformers_model(model) else "sdpa"
+    if name not in ("sdpa", _ATTENTION):
+        raise ContextError(
+            f"{kind}: {type(model).__name__} has attn_implementation={name!r}, and only 'sdpa' can be spread over "
+            "processes: load the model with attn_implementation='sdpa'"
+        )
+
+
+def _register() -> None:
+    """Register an attention in Transformers that is its SDPA, but requests no mask where a piece is in force."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        piece = Piece.current
+        window = kwargs.get("sliding_window")
+        if piece is not None and window is not None and window < piece.length:
+            raise ContextError(
+                f"{piece.kind}: {type(module).__name__} attends to a window of {window} tokens; sequences in pieces "
+                f"have attention over all {piece.length}"
+            )
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        # Positions of a piece are not consecutive, which Transformers takes for several sequences in one.
+        return None if Piece.current is not None else sdpa_mask(*args, **kwargs)
+
+    AttentionInterface.register(_ATTENTION, attention)
+    AttentionMaskInterface.register(_ATTENTION, mask)
+
+
+def _inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    return None if Piece.current is None else ((), inputs_of_piece(model, args, kwargs, Piece.current))
+
+
+def inputs_of_piece(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    """Return the inputs of *model*, by name, with the positions and labels of *piece*, and without a mask.
+
+    Raises:
+        ContextError: the mask hides more than padding on the right, or sequences are packed.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    given = dict(zip(parameters, args, strict=False)) | kwargs
+    if "position_ids" in parameters:
+        positions = given.get("position_ids")
+        if positions is None:
+            given["position_ids"] = piece.positions[None]
+        elif (whole := piece.whole_of(positions)) is not None:
+            refuse_packed(whole, piece.kind)
+            given["position_ids"] = piece.cut(whole)
+    if (mask := given.pop("attention_mask", None)) is not None:
+        hides_padding(piece.whole_of(mask) if isinstance(mask, Tensor) else mask, piece.kind)
+    if "labels" in parameters:
+        _shift(model, given, piece)
+    return given
+
+
+def _shift(model: Any, given: dict[str, Any], piece: Piece) -> None:
+    """Shift labels of whole sequences by one, as the model would do with its piece, where the next token is missing."""
+    loss: Mapping[str, Any] = inspect.signature(model.loss_function).parameters
+    if "shift_labels" not in loss:
+        return
+    if given.get("shift_labels") is not None:
+        if given.get("labels") is None:  # without any the model computes no loss
+            given["labels"] = given["shift_labels"]
+        return
+    whole = None if given.get("labels") is None else piece.whole_of(given["labels"])
+    if whole is None:
+        return
+    shifted = nn.functional.pad(whole, (0, 1), value=IGNORED)[..., 1:]
+    given["shift_labels"] = piece.cut(shifted)
+    if "num_items_in_batch" in loss and given.get("num_items_in_batch") is None:
+        # The mean over the pieces of sums over this count is the mean over the sequence, however many labels each has.
+        given["num_items_in_batch"] = (shifted != IGNORED).sum().clamp(min=1) / piece.ranks

@@ -15,7 +15,8 @@ from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.core.context import RunContext, current_context
 from orc.runtime.core.errors import ContextError, OrcRuntimeError
 from orc.runtime.parallel.call_form import CallForm
-from orc.runtime.parallel.stages import Traced, trace
+from orc.runtime.parallel.partition import partition_of
+from orc.runtime.parallel.stages import Traced, outputs_of, trace
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -58,27 +59,23 @@ def prepare_pippy(
     ctx = current_context()
     run: Callable[..., Any]
     if ctx.world_size == 1:
-        _refuse(model)
+        refuse(model, "prepare_pippy")
         run, points = torch.no_grad()(model.eval().forward), []
     else:
         pipeline, error = None, None
         try:
-            _refuse(model)
+            refuse(model, "prepare_pippy")
             chunks = ctx.world_size if num_chunks is None else num_chunks
             if chunks < 1:
                 raise ValueError(f"num_chunks is {chunks}; a batch is cut into 1 or more")
             form = CallForm(model.eval(), example_args, example_kwargs or {}, chunks)
             traced = trace(model, split_points, no_split_module_classes, form, ctx.world_size)
-            pipeline = Pipeline(traced, ctx, gather_output)
+            pipeline = Pipeline(traced, form, ctx, gather_output)
         except Exception as raised:  # noqa: BLE001 - raised below, on every process
             error = raised
-        facts = None if pipeline is None else (pipeline.points, pipeline.form.names, pipeline.form.rows)
-        told = gather_or_raise("prepare_pippy", ctx, error, facts)
-        if different := [rank for rank, other in enumerate(told) if other != told[0]]:
-            raise ValueError(
-                f"prepare_pippy: process {different[0]} splits another model, or with another example, than process 0: "
-                f"{told[different[0]]} and {told[0]}"
-            )
+        check_alike(
+            "prepare_pippy", ctx, error, pipeline and (pipeline.points, pipeline.form.names, pipeline.form.rows)
+        )
         assert pipeline is not None  # otherwise there was an error
         run, points = _like(model.forward, pipeline), pipeline.points
     object.__setattr__(model, "forward", run)
@@ -86,11 +83,17 @@ def prepare_pippy(
     return model
 
 
-def _refuse(model: nn.Module) -> None:
-    if hasattr(model, "hf_split_points"):
-        raise ContextError("prepare_pippy: this model is a pipeline already; prepare a new copy of it")
+def refuse(model: nn.Module, what: str) -> None:
+    """Refuse a *model* that no pipeline can be made of; *what* is for messages.
+
+    Raises:
+        ContextError: it is a pipeline already.
+        ValueError: weights are on the meta device.
+    """
+    if partition_of(model) is not None or hasattr(model, "hf_split_points"):
+        raise ContextError(f"{what}: this model is a pipeline already; prepare a new copy of it")
     if empty := next((name for name, weight in model.named_parameters() if weight.is_meta), None):
-        raise ValueError(f"prepare_pippy: {empty} is on the meta device; load the weights, on the CPU, first")
+        raise ValueError(f"{what}: {empty} is on the meta device; load the weights, on the CPU, first")
 
 
 def _like(forward: Callable[..., Any], pipeline: Pipeline) -> Callable[..., Any]:
@@ -113,13 +116,22 @@ def gather_or_raise(what: str, ctx: RunContext, error: Exception | None, facts: 
     return [fact for _, fact in told]
 
 
+def check_alike(what: str, ctx: RunContext, error: Exception | None, facts: Any) -> None:
+    """Raise on every process the *error* of one, or `ValueError` where *facts* about what they split are not alike."""
+    told = gather_or_raise(what, ctx, error, facts)
+    if different := [rank for rank, other in enumerate(told) if other != told[0]]:
+        raise ValueError(
+            f"{what}: process {different[0]} splits another model, or with another example, than process 0: "
+            f"{told[different[0]]} and {told[0]}"
+        )
+
+
 class Pipeline:
     """Stage of this process, and the calls that run it together with those of the others."""
 
-    def __init__(self, traced: Traced, ctx: RunContext, gather_output: bool) -> None:
-        self.form, self.points, self.used = traced.form, traced.points, traced.used
-        self.ctx = ctx
-        self.gather_output = gather_output
+    def __init__(self, traced: Traced, form: CallForm, ctx: RunContext, gather_output: bool) -> None:
+        self.form, self.points, self.used = form, traced.points, traced.used
+        self.ctx, self.gather_output = ctx, gather_output
         self.stage = traced.pipe.build_stage(ctx.rank, ctx.device, ctx.require_group("prepare_pippy"))
         self.error: Exception | None = None
         self._shield(self.stage.submod)
@@ -129,8 +141,7 @@ class Pipeline:
     def _shield(self, stage: Any) -> None:
         """Let *stage* go on with zeros when it has failed: its neighbours wait for what it sends."""
         forward = stage.forward
-        end = next(node for node in stage.graph.nodes if node.op == "output")
-        sent = [node.meta["val"] for node in end.all_input_nodes]
+        sent = [node.meta["val"] for node in outputs_of(stage.graph)]
 
         def shielded(*args: Any, **kwargs: Any) -> Any:
             if self.error is None:
@@ -155,7 +166,7 @@ class Pipeline:
                 self.error = error
         rows = gather_or_raise("the call of a pipeline", ctx, self.error, rows)[0]
         output = self._run(-(-rows // self.form.rows), tensors)
-        leaves = [] if output is None else [one[:rows] for one in ([output] if isinstance(output, Tensor) else output)]
+        leaves = self.form.leaves(output, rows)
         sent = [(leaf.shape, leaf.dtype) for leaf in leaves]
         shapes = gather_or_raise("a stage of a pipeline", ctx, self.error, sent)[-1]
         if not self.gather_output:

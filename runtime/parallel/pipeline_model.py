@@ -16,11 +16,12 @@ from orc.runtime.collectives.tree import send_to_device
 from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import OrcRuntimeError
 from orc.runtime.core.store import StoreError
-from orc.runtime.parallel.call_form import CallForm
-from orc.runtime.parallel.partition import Partition
-from orc.runtime.parallel.pipeline import gather_or_raise
-from orc.runtime.parallel.pipeline_config import PipelineParallelConfig
-from orc.runtime.parallel.stage_body import StageForward
+from orc.runtime.parallel.partition import Partition, set_partition
+from orc.runtime.parallel.pipeline import check_alike, gather_or_raise
+from orc.runtime.parallel.pipeline_training import Cut, StageForward
+from orc.runtime.parallel.pp import PipelineParallelConfig
+from orc.runtime.parallel.precision.forward import AutocastForward
+from orc.runtime.parallel.replacements import move, named_parameters
 
 _BROKEN = "pipeline/broken"  # on the store: how many processes have seen a schedule fail, and who was the first
 _NO_TARGET = "a pipeline in training needs the target of its batch: model(inputs, target=labels) returns the loss"
@@ -76,48 +77,84 @@ class PipelineModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
+def into_stages(model: nn.Module, config: PipelineParallelConfig, ctx: RunContext, *, place: bool) -> PipelineModel:
+    """Return *model* as a pipeline over the processes of the dimension ``pp``, each of which keeps its own stages.
+
+    Args:
+        model: the whole model, on the CPU.
+        config: how.
+        ctx: the run.
+        place: put the stages of this process on its device.
+
+    Raises:
+        ValueError: the example, the split points or the model do not fit. On every process.
+        OrcRuntimeError: the model cannot be traced, or another process failed. On every process.
+    """
+    autocast = model.forward if isinstance(model.forward, AutocastForward) else None
+    cut: Cut | None = None
+    error: Exception | None = None
+    try:
+        cut = Cut(model, config, ctx)
+    except Exception as raised:  # noqa: BLE001 - raised below, on every process
+        error = raised
+    check_alike("prepare", ctx, error, cut and cut.facts)
+    assert cut is not None  # otherwise there was an error
+    forward = cut.keep_own_stages(model, ctx.device, config.activation_checkpointing)
+    if autocast is not None:
+        autocast.original = forward
+    object.__setattr__(model, "forward", autocast or forward)
+    # A stage is gathered whole when it runs: nothing calls the modules inside.
+    object.__setattr__(model, "one_unit", "a stage of a pipeline")
+    set_partition(model, cut.partition)
+    if place:
+        move(model, ctx.device)
+    _share_values(model, cut.partition)
+    return PipelineModel(model, config, StageRunner(model, forward, cut, config, ctx))
+
+
+def _share_values(model: nn.Module, partition: Partition) -> None:
+    """Give parameters that several stages have the values of the first one."""
+    own = named_parameters(model)
+    for name in sorted(partition.holders):
+        first, *others = partition.holders[name]
+        group = partition.ctx.require_group("shared parameters")
+        if partition.ctx.rank == first:
+            for other in others:
+                dist.send(own[name].data.contiguous(), partition.global_rank(other), group)
+        elif partition.ctx.rank in others:
+            received = torch.empty_like(own[name].data).contiguous()
+            dist.recv(received, partition.global_rank(first), group)
+            own[name].data.copy_(received)
+
+
 class StageRunner:
     """Stages of this process, and the schedules that run them together with those of the others.
 
     Args:
         model: the module with the parameters of these stages.
         forward: its forward.
-        form: of the calls.
-        used: places of the inputs that the first stage takes.
-        stages: those of torch, for training and for evaluation.
-        outputs: examples of the tensors in the output.
+        cut: the stages.
         config: of the pipeline.
         ctx: the run.
-        partition: who has which parameters.
-        chunks: micro-batches of a batch.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        forward: StageForward,
-        form: CallForm,
-        used: Sequence[int],
-        stages: Mapping[bool, Sequence[Any]],
-        outputs: Sequence[Tensor],
-        config: PipelineParallelConfig,
-        ctx: RunContext,
-        partition: Partition,
-        chunks: int,
+        self, model: nn.Module, forward: StageForward, cut: Cut, config: PipelineParallelConfig, ctx: RunContext
     ) -> None:
-        self._model, self._forward, self._form, self._used = model, forward, form, used
-        self._stages, self._outputs, self._config, self._ctx, self.partition = stages, outputs, config, ctx, partition
-        self._chunks = chunks
-        self._is_first = any(stage.is_first for stage in stages[True])
-        self._is_last = any(stage.is_last for stage in stages[True])
+        self._model, self._forward, self._config, self._ctx = model, forward, config, ctx
+        self._form, self._used, self._outputs, self._chunks = cut.form, cut.used, cut.outputs, cut.chunks
+        self.partition = cut.partition
+        self._stages = {mode: list(stages.values()) for mode, stages in cut.stages.items()}
+        self._is_first = any(stage.is_first for stage in self._stages[True])
+        self._is_last = any(stage.is_last for stage in self._stages[True])
         self._target: Any = None
         self._rows = 0
         self._loss = torch.zeros((), device=ctx.device)
-        for stage in stages[True]:
+        for stage in self._stages[True]:
             _shield(stage, self)
         self._schedules = {
-            True: schedule(config.schedule, stages[True], chunks, self._loss_of),
-            False: schedule(config.schedule, stages[False], chunks, None),
+            True: schedule(config.schedule, self._stages[True], cut.chunks, self._loss_of),
+            False: schedule(config.schedule, self._stages[False], cut.chunks, None),
         }
 
     # ---- one batch
@@ -125,10 +162,10 @@ class StageRunner:
     def train(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Tensor:
         """Run forward and backward of one batch; returns the loss, whose backward adds the gradients."""
         tensors = self._begin(args, kwargs, target, needed=True)
-        if self._sharded():
+        sharded = self._sharded()
+        if sharded:
             self._model.reshard()  # type: ignore[operator]  # an evaluation may have left them whole
         parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        sharded = self._sharded()
         if sharded:  # torch gives gradients to these very parameters
             before = [parameter.grad for parameter in parameters]
             for parameter in parameters:
@@ -152,7 +189,7 @@ class StageRunner:
         self._join(gradient_of)
         trained = [(parameter, grad) for parameter in parameters if (grad := gradient_of[id(parameter)]) is not None]
         apply: Callable[..., Tensor] = _Gradients.apply
-        return apply(loss, [grad for _, grad in trained], *(one for one, _ in trained))
+        return apply(loss, [grad for _, grad in trained], *(parameter for parameter, _ in trained))
 
     @torch.no_grad()
     def infer(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Any:
@@ -160,7 +197,7 @@ class StageRunner:
         tensors = self._begin(args, kwargs, target, needed=False)
         rows, loss = self._rows, torch.zeros((), device=self._ctx.device)
         output = self._step(False, tensors)
-        leaves = [] if output is None else [one[:rows] for one in ([output] if isinstance(output, Tensor) else output)]
+        leaves = self._form.leaves(output, rows)
         if target is not None and self._is_last and self._forward.error is None:
             try:
                 loss = self._scalar(self._form.result(leaves), send_to_device(target, self._ctx.device))
@@ -238,7 +275,7 @@ class StageRunner:
         valid = min(max(self._rows - first, 0), size)
         if self._forward.error is None and valid:
             try:
-                target = pytree.tree_map(lambda one: self._cut(one, first, first + valid), self._target)
+                target = pytree.tree_map(lambda leaf: self._cut(leaf, first, first + valid), self._target)
                 target = send_to_device(target, self._ctx.device)
                 loss = self._scalar(self._form.result([leaf[:valid] for leaf in leaves]), target)
                 if self._config.loss_reduction == "mean" and valid < self._rows:

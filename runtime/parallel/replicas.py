@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from orc.runtime.core.handlers import DistributedDataParallelKwargs
 from orc.runtime.parallel import sharding
 from orc.runtime.parallel.base import Parallelizer, Request
+from orc.runtime.parallel.ddp import Setting
 from orc.runtime.parallel.shards import local_part
 
 if TYPE_CHECKING:
@@ -89,21 +90,6 @@ class Averaging:
         self._works = []
 
 
-class _Synchronised:
-    """Block in which backward averages gradients, or does not; afterwards as before."""
-
-    __slots__ = ("_averaging", "_before", "_inside")
-
-    def __init__(self, averaging: Averaging, inside: bool) -> None:
-        self._averaging, self._inside = averaging, inside
-
-    def __enter__(self) -> None:
-        self._before, self._averaging.synchronise = self._averaging.synchronise, self._inside
-
-    def __exit__(self, *exc: object) -> None:
-        self._averaging.synchronise = self._before
-
-
 _averaged: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
 
 
@@ -136,15 +122,15 @@ class Replicas(Parallelizer):
         _averaged[model] = Averaging(trained, group, options.bucket_cap_mb * 2**20)
         return model
 
-    def no_sync(self, model: nn.Module) -> _Synchronised | None:
+    def no_sync(self, model: nn.Module) -> Setting | None:
         """Accumulate locally."""
         averaging = _averaged.get(model)
-        return None if averaging is None else _Synchronised(averaging, inside=False)
+        return None if averaging is None else Setting(averaging, "synchronise", False)
 
-    def sync_in_backward(self, model: nn.Module) -> _Synchronised | None:
+    def sync_in_backward(self, model: nn.Module) -> Setting | None:
         """Let the next backward average what has been accumulated."""
         averaging = _averaged.get(model)
-        return None if averaging is None else _Synchronised(averaging, inside=True)
+        return None if averaging is None else Setting(averaging, "synchronise", True)
 
 
 def _alike(parameter: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Parameters that are cut over ranks as DTensors: over which dimensions, the part of this rank, and the whole."""
+"""Parameters that are cut over ranks as DTensors: over which dimensions, the part of this rank, and the whole.
+
+Scripts bring meshes along in models that they have cut themselves: the ranks are laid out accordingly.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from orc.runtime.core.topology import dimension_of
+from orc.runtime.core.topology import DATA_DIMENSIONS, dimension_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed.tensor import DTensor
+
+    from orc.runtime.core.context import RunContext
 
 
 def spread_over(parameters: Iterable[Tensor]) -> set[str]:
@@ -61,3 +66,33 @@ def whole(data: Any, *, keep: bool = True, on_cpu: bool = False) -> Any:
     if type(data) in (list, tuple):
         return type(data)(whole(value, keep=keep, on_cpu=on_cpu) for value in data)
     return data
+
+
+def follow_mesh(model: nn.Module, ctx: RunContext) -> None:
+    """Lay the ranks out as the mesh does on which the script has cut *model*, unless a layout was chosen.
+
+    A mesh of data alone needs nothing, and one without names, or with others than a topology's, says nothing.
+
+    Raises:
+        SettingConflict: loaders were prepared already, and would have to share the data out otherwise.
+    """
+    if ctx.topology_chosen or not ctx.distributed:
+        return
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None:
+            continue
+        whole = _root(mesh)
+        dims = [dimension_of(name) for name in whole.mesh_dim_names or () if whole.size() == ctx.world_size]
+        if dims and None not in dims and not {*dims} <= {*DATA_DIMENSIONS}:
+            ctx.set_topology(whole, by="the mesh of the model")
+            return
+
+
+def _root(mesh: Any) -> Any:
+    """The mesh of which *mesh* is a part."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed import device_mesh  # before torch 2.10
+
+    return device_mesh._mesh_resources.get_root_mesh(mesh)

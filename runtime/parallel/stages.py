@@ -1,4 +1,8 @@
-"""Stages of a model, found by tracing it: where it is cut, and what passes from stage to stage."""
+"""Stages of a model, found by tracing it: where it is cut, and what passes from stage to stage.
+
+What a stage makes for later ones goes to the next one alone, which passes it on: schedules that train send gradients
+back the way the values came, and know no way but that from neighbour to neighbour.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import contextlib
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +22,8 @@ from orc.runtime.core.parsing import nearest
 from orc.runtime.memory.device_map import infer_auto_device_map
 from orc.runtime.memory.sizes import compute_module_sizes
 from orc.runtime.parallel.call_form import CallForm
-from orc.runtime.parallel.relay import relay
+
+Value = tuple[int, int]  # the stage that makes it, and the place among its outputs
 
 # ---- cuts
 
@@ -116,9 +121,8 @@ class Traced:
     """Traced model: its stages, the names of the modules that begin them, the inputs that the first one takes."""
 
     pipe: Any
-    form: CallForm
     points: list[str]
-    used: list[int] = field(default_factory=list)
+    used: list[int]
 
 
 def trace(
@@ -127,9 +131,7 @@ def trace(
     whole: str | Sequence[str] | None,
     form: CallForm,
     stages: int,
-    *,
     runs: str = "process",
-    neighbours: bool = False,
 ) -> Traced:
     """Trace *model* into as many *stages*.
 
@@ -140,7 +142,6 @@ def trace(
         form: of the calls.
         stages: how many.
         runs: the noun for what runs one stage, for messages.
-        neighbours: let each stage send to the next one alone.
 
     Raises:
         ValueError: the split points make another number of stages, or name what is not there.
@@ -177,9 +178,7 @@ def trace(
                 "between inputs and outputs has to be PyTorch; see torch.export"
             ) from error
     _check_stages(split_points, points, pipe.num_stages, stages, runs)
-    if neighbours:
-        relay(pipe.split_gm)
-    return Traced(pipe, form, points, _settle(pipe.split_gm))
+    return Traced(pipe, points, _relay(pipe.split_gm))
 
 
 def _one_for_each(stages: int, runs: str) -> str:
@@ -201,44 +200,79 @@ def _check_stages(split_points: str | Sequence[str], points: Sequence[str], foun
     )
 
 
-def _settle(split: fx.GraphModule) -> list[int]:
-    """Make what passes between stages contiguous and received in the order of sending; return the inputs in use."""
+# ---- what passes
+
+
+def outputs_of(graph: fx.Graph) -> list[Any]:
+    """Return the nodes that *graph* returns."""
+    given: Any = next(node for node in graph.nodes if node.op == "output").args[0]
+    return [given] if isinstance(given, fx.Node) else list(given)
+
+
+def _relay(split: fx.GraphModule) -> list[int]:
+    """Let the stages of *split* send contiguous tensors to the next stage alone; return the inputs in use."""
     calls = [node for node in split.graph.nodes if node.op == "call_module"]
     number = {node: index for index, node in enumerate(calls)}
-
-    def source(value: Any) -> tuple[int, int]:
-        return (number[value.args[0]], value.args[1]) if value.target is operator.getitem else (number[value], 0)
-
-    for call in calls:
-        stage: Any = split.get_submodule(call.target)
-        graph = stage.graph
-        held = [node for node in graph.nodes if node.op == "placeholder"]
-        if number[call]:
-            for node in held:
-                node.meta["val"] = node.meta["val"].contiguous()
-            order = sorted(range(len(held)), key=lambda index: source(call.args[index]))
-            for index in reversed(order):
-                first = next(iter(graph.nodes))
-                if first is not held[index]:
-                    first.prepend(held[index])
-            call.args = tuple(call.args[index] for index in order)
-        if number[call] < len(calls) - 1:
-            _send_contiguous(graph)
+    stages: list[Any] = [split.get_submodule(str(call.target)) for call in calls]
+    received = [[_source(node, number) for node in call.args] for call in calls]
+    last_user = {value: index for index, values in enumerate(received) for value in values if value is not None}
+    made = [outputs_of(stage.graph) for stage in stages]
+    examples = {(i, k): node.meta["val"].contiguous() for i, nodes in enumerate(made) for k, node in enumerate(nodes)}
+    passing: list[Value] = []
+    sent: list[fx.Node] = []
+    for index, (call, stage) in enumerate(zip(calls, stages, strict=True)):
+        held = dict(zip(received[index], (node for node in stage.graph.nodes if node.op == "placeholder"), strict=True))
+        if index:
+            call.args = tuple(sent)
+            _take(stage.graph, held, passing, examples)
+        passing = sorted(value for value, user in last_user.items() if value[0] <= index < user)
+        if index < len(calls) - 1:
+            _give(stage.graph, index, made[index], held, passing)
+            with split.graph.inserting_before(calls[index + 1]):
+                parts = [split.graph.call_function(operator.getitem, (call, place)) for place in range(len(passing))]
+            sent = parts if len(parts) != 1 else [call]
         stage.recompile()
+    for node in reversed(list(split.graph.nodes)):
+        if node.target is operator.getitem and not node.users:
+            split.graph.erase_node(node)
     split.recompile()
     inputs = [node for node in split.graph.nodes if node.op == "placeholder"]
     return [inputs.index(node) for node in calls[0].args]
 
 
-def _send_contiguous(graph: fx.Graph) -> None:
+def _source(node: Any, number: Mapping[fx.Node, int]) -> Value | None:
+    """Return what *node* is the value of; `None` for an input of the whole."""
+    if node.op == "placeholder":
+        return None
+    stage, place = node.args if node.target is operator.getitem else (node, 0)
+    return number[stage], int(place)
+
+
+def _take(graph: fx.Graph, held: dict[Any, fx.Node], wanted: list[Value], examples: Mapping[Value, Any]) -> None:
+    """Give *graph* a placeholder for each of the values *wanted*, in their order."""
+    for value in reversed(wanted):
+        first = next(iter(graph.nodes))
+        if value not in held:
+            with graph.inserting_before(first):
+                held[value] = graph.placeholder(f"relayed_{value[0]}_{value[1]}")
+        elif held[value] is not first:
+            first.prepend(held[value])
+        held[value].meta["val"] = examples[value]
+
+
+def _give(graph: fx.Graph, index: int, made: list[Any], held: Mapping[Any, fx.Node], wanted: list[Value]) -> None:
+    """Let *graph* return the values *wanted*: its own, and views of what it has got."""
     end = next(node for node in graph.nodes if node.op == "output")
-
-    def contiguous(node: fx.Node) -> fx.Node:
-        if node.meta["val"].is_contiguous():
-            return node
-        made = graph.call_function(torch.ops.aten.contiguous.default, (node,))
-        made.meta = {**node.meta, "val": node.meta["val"].contiguous()}
-        return made
-
+    aten, results = torch.ops.aten, []
     with graph.inserting_before(end):
-        end.args = fx.map_arg(end.args, contiguous)
+        for value in wanted:
+            node = made[value[1]] if value[0] == index else held[value]
+            if value[0] != index:
+                results.append(graph.call_function(aten.view_as.default, (node, node)))
+            elif node.meta["val"].is_contiguous():
+                results.append(node)
+                continue
+            else:
+                results.append(graph.call_function(aten.contiguous.default, (node,)))
+            results[-1].meta = {**node.meta, "val": node.meta["val"].contiguous()}
+    end.args = (tuple(results) if len(results) != 1 else results[0],)

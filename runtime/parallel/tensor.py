@@ -1,4 +1,7 @@
-"""Tensor parallelism: matrices of each layer are cut over the ranks along ``tp``, which share the work of one batch."""
+"""Tensor parallelism: matrices of each layer are cut over the ranks along ``tp``, which share the work of one batch.
+
+The first gradients are looked at: what a plan leaves whole must have the same on all of these ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from orc.runtime.core.errors import ContextError
+from orc.runtime.memory.device_map import retie_parameters
+from orc.runtime.parallel import sharding
 from orc.runtime.parallel.base import Parallelizer, Request, shards_problem
-from orc.runtime.parallel.materialize import Missing, agree_on_model, initialize
+from orc.runtime.parallel.sharding import Missing, agree_on_model, initialize
+from orc.runtime.parallel.shards import local_part, spread_over
 from orc.runtime.parallel.tensor_plan import cut_dimension, plan_of, styles_of
 
 if TYPE_CHECKING:
@@ -22,7 +29,9 @@ if TYPE_CHECKING:
 
     from orc.runtime.core.context import RunContext
     from orc.runtime.core.parallelism import TorchTensorParallelConfig
-    from orc.runtime.parallel.sharding import Trained
+
+
+_APART = 0.05  # of a gradient's norm: far more than rounding, far less than what a rank's part lacks
 
 
 class TensorParallel(Parallelizer):
@@ -56,8 +65,6 @@ class TensorParallel(Parallelizer):
         """Cut *model* in place, one matrix at a time, with the values of the first rank along ``tp``."""
         from torch.distributed.tensor.parallel import parallelize_module
 
-        from orc.runtime.parallel import sharding
-
         handler, size = _handler(request), ctx.topology.size("tp")
         if handler is not None and handler.enable_async_tp:
             _overlap(model, ctx)
@@ -81,12 +88,10 @@ class TensorParallel(Parallelizer):
             trained.convert(own)
             # By itself: torch takes a name with a dot apart, and warns where a level is missing.
             parallelize_module(module, mesh, style)
-            left = {
-                id(parameter) for parameter in model.parameters()
-            }  # what is tied is left until it is cut in all places
+            # What is tied is left until it is cut in all places.
+            left = {id(parameter) for parameter in model.parameters()}
             sharding.let_go(parameter for parameter in own if id(parameter) not in left)
-        for first, *others in tied:
-            _tie(model, first, others)
+        retie_parameters(model, tied)
         whole = [tensor for tensor in (*model.parameters(), *model.buffers()) if not _is_cut(tensor)]
         whole = missing.allocate(whole, ctx.device)
         sharding.place(whole, ctx.device, ctx, synchronise=True, dims=("tp",))
@@ -95,8 +100,6 @@ class TensorParallel(Parallelizer):
 
     def check_gradients(self, model: nn.Module, ctx: RunContext) -> bool:
         """Refuse a plan that leaves something whole whose gradients are those of parts."""
-        from orc.runtime.parallel.tensor_gradients import refuse_partial
-
         return refuse_partial(model, ctx)
 
 
@@ -111,7 +114,7 @@ def _is_cut(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def _adopt(model: nn.Module, cut: Iterable[Any], ctx: RunContext, trained: Trained) -> None:
+def _adopt(model: nn.Module, cut: Iterable[Any], ctx: RunContext, trained: sharding.Trained) -> None:
     """Put parameters that came cut (Transformers) on the mesh of the run, of which FSDP then takes another dimension.
 
     Raises:
@@ -174,17 +177,8 @@ def _tied(model: nn.Module, styles: dict[str, ParallelStyle]) -> list[list[str]]
     return groups
 
 
-def _tie(model: nn.Module, first: str, others: Iterable[str]) -> None:
-    weight = model.get_parameter(first)
-    for name in others:
-        path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, weight)
-
-
 def _draw_alike(ctx: RunContext) -> None:
     """Let the ranks along ``tp`` draw the same random numbers: they must drop the same of what all of them have."""
-    from orc.runtime.parallel import sharding
-
     sources: list[Any] = [torch] if ctx.device.type == "cpu" else [torch, getattr(torch, ctx.device.type)]
     states = [source.get_rng_state() for source in sources]
     sharding.place(states, ctx.device, ctx, synchronise=True, dims=("tp",))
@@ -208,6 +202,57 @@ def _overlap(model: nn.Module, ctx: RunContext) -> None:
     weakref.finalize(model, setattr, inductor, "_micro_pipeline_tp", inductor._micro_pipeline_tp)
     inductor._micro_pipeline_tp = True  # of the whole process: torch has no other way for both passes
     enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
+@torch.no_grad()
+def refuse_partial(model: nn.Module, ctx: RunContext) -> bool:
+    """Compare the gradients of what is not cut along ``tp``; collective over all ranks of the run.
+
+    A parameter that is used on activations that are cut gets the gradient of one rank's part of them, and its copies
+    drift apart silently.
+
+    Returns:
+        `False` where there are no finite gradients yet to compare.
+
+    Raises:
+        ContextError: they differ; the same on every rank.
+    """
+    group = ctx.topology.group("tp")
+    assert group is not None
+    whole = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and "tp" not in spread_over([parameter])
+    ]
+    if not whole:
+        return True
+    first = dist.get_global_rank(group, 0)
+    partial = []
+    for _, parameter in whole:
+        gradient = local_part(parameter if parameter.grad is None else parameter.grad).float()
+        if parameter.grad is None:
+            gradient = torch.zeros_like(gradient)
+        theirs = gradient.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(theirs, first, group)
+        partial.append(torch.stack([(gradient - theirs).norm(), theirs.norm()]))
+    norms = torch.stack(partial)
+    dist.all_reduce(norms, dist.ReduceOp.MAX, ctx.require_group("tensor parallelism"))
+    apart, size = norms.double().cpu().unbind(1)
+    total = float(size.norm())
+    if not 0 < total < float("inf"):
+        return False
+    wrong = [
+        name for (name, _), bad in zip(whole, (apart > _APART * size) & (apart > 1e-6 * total), strict=True) if bad
+    ]
+    if wrong:
+        shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise ContextError(
+            f"tensor parallelism: the processes along tp have different gradients of {shown}, which the plan leaves "
+            "whole: they are used on activations that are cut. Name their modules in the plan: "
+            "'replicated_with_grad_allreduce' for a norm over each head, 'colwise' or 'rowwise' for a matrix, or a "
+            "ParallelStyle of your own"
+        )
+    return True
 
 
 PARALLELIZER = TensorParallel()

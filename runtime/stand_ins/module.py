@@ -1,4 +1,7 @@
-"""`StandInModule`: a module whose names are looked up in the runtime when they are requested."""
+"""`StandInModule`: a module whose names are looked up in the runtime when they are requested.
+
+What the runtime does not have is a placeholder: importing it is harmless, using it raises with the replacement.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import dis
 import importlib
 import sys
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import orc.runtime
 from orc.runtime.core.parsing import nearest
 from orc.runtime.stand_ins import names
-from orc.runtime.stand_ins.absent import placeholder
+from orc.runtime.stand_ins.package import PACKAGE
 
 
 class StandInModule(ModuleType):
@@ -64,3 +67,32 @@ def _is_import(frame: FrameType) -> bool:
     """Return True in the middle of a ``from ... import``: there Python replaces an `AttributeError`'s text."""
     code = frame.f_code.co_code
     return 0 <= frame.f_lasti < len(code) and dis.opname[code[frame.f_lasti]] == "IMPORT_FROM"
+
+
+class Absent(type):
+    """Metaclass of placeholders. `isinstance` and `issubclass` against one are false; any other use raises."""
+
+    hint: str
+
+    def _refuse(cls, what: str) -> str:
+        return f"{PACKAGE}.{cls.__name__}{what} is not in orc.runtime, which stands in for {PACKAGE}. {cls.hint}"
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `ImportError` with the nearest equivalent."""
+        raise ImportError(cls._refuse("()"), name=PACKAGE)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        """Raise `AttributeError` with the nearest equivalent."""
+        raise AttributeError(cls._refuse(f".{name}"))
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        """No object is one of something that is absent."""
+        return False
+
+    def __repr__(cls) -> str:
+        return f"<{PACKAGE}.{cls.__name__}: absent>"
+
+
+def placeholder(name: str, hint: str) -> Absent:
+    """Return the placeholder of *name*; *hint* is a sentence that names the nearest equivalent."""
+    return Absent(name, (), {"hint": hint, "__doc__": f"Absent. {hint}", "__module__": PACKAGE})

@@ -12,25 +12,12 @@ from functools import cache
 import orc.runtime
 from orc.runtime.stand_ins.package import VERSION as VERSION
 
-_EXTRAS = "orc.runtime.stand_ins.extras"
-
 # Names that only programs written for Accelerate ask for, and the module here that has them.
-HERE: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "FSDP_AUTO_WRAP_POLICY",
-            "FSDP_BACKWARD_PREFETCH",
-            "FSDP_SHARDING_STRATEGY",
-            "FSDP_STATE_DICT_TYPE",
-            "get_module_class_from_name",
-            "get_parameters_from_modules",
-            "is_peft_model",
-            "CustomDtype",
-            "default_config_file",
-        ),
-        _EXTRAS,
-    ),
-}
+HERE: dict[str, str] = dict.fromkeys((
+    "FSDP_AUTO_WRAP_POLICY", "FSDP_BACKWARD_PREFETCH", "FSDP_SHARDING_STRATEGY", "FSDP_STATE_DICT_TYPE",
+    "get_module_class_from_name", "get_parameters_from_modules", "is_peft_model", "CustomDtype",
+    "default_config_file",
+), "orc.runtime.stand_ins.extras")  # fmt: skip
 
 _WHOLE = "Load the whole model with load_checkpoint_in_model and move it to the device, or shard it with FSDP."
 _LAUNCH = "Start ranks with `orc launch`."
@@ -39,19 +26,10 @@ _QUANTIZE = "Call load_and_quantize_model, which replaces the layers and loads t
 # Names that programs import, which the runtime does not have, and what is nearest.
 ABSENT: dict[str, str] = {
     "extract_submodules_state_dict": _WHOLE,
-    **dict.fromkeys(
-        (
-            "launch_command",
-            "launch_command_parser",
-            "PrepareForLaunch",
-            "prepare_deepspeed_cmd_env",
-            "prepare_multi_gpu_env",
-            "prepare_simple_launcher_cmd_env",
-            "prepare_sagemager_args_inputs",
-            "prepare_tpu",
-        ),
-        _LAUNCH,
-    ),
+    **dict.fromkeys((
+        "launch_command", "launch_command_parser", "PrepareForLaunch", "prepare_deepspeed_cmd_env",
+        "prepare_multi_gpu_env", "prepare_simple_launcher_cmd_env", "prepare_sagemager_args_inputs", "prepare_tpu",
+    ), _LAUNCH),
     "filter_first_and_last_linear_layers": "AORecipeKwargs leaves these as they are by itself.",
     "MegatronEngine": "Train with Accelerator(megatron_lm_plugin=MegatronLMPlugin(...)).",
     "replace_with_bnb_layers": _QUANTIZE,
@@ -59,46 +37,28 @@ ABSENT: dict[str, str] = {
     "load_accelerator_state": "Call Accelerator.load_state.",
     "save_accelerator_state": "Call Accelerator.save_state.",
     "is_initialized": "PartialState().initialized is always true.",
-}
+}  # fmt: skip
 
 _STATE = ("PartialState", "AcceleratorState", "GradientState", "DistributedType", "is_initialized")
 _LOADERS = (
-    "BatchSamplerShard",
-    "DataLoaderAdapter",
-    "DataLoaderDispatcher",
-    "DataLoaderShard",
-    "IterableDatasetShard",
-    "SeedableRandomSampler",
-    "prepare_data_loader",
-    "skip_first_batches",
-)
+    "BatchSamplerShard", "DataLoaderAdapter", "DataLoaderDispatcher", "DataLoaderShard", "IterableDatasetShard",
+    "SeedableRandomSampler", "prepare_data_loader", "skip_first_batches",
+)  # fmt: skip
 _BIG_MODELS = (
-    "check_device_map",
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "disk_offload",
-    "dispatch_model",
-    "infer_auto_device_map",
-    "init_empty_weights",
-    "init_on_device",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-    "attach_layerwise_casting_hooks",
-)
+    "check_device_map", "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model",
+    "infer_auto_device_map", "init_empty_weights", "init_on_device", "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model", "attach_layerwise_casting_hooks",
+)  # fmt: skip
 _HOOK_NAMES = (
-    "AlignDevicesHook",
-    "CpuOffload",
-    "LayerwiseCastingHook",
-    "ModelHook",
-    "SequentialHook",
-    "UserCpuOffloadHook",
-    "add_hook_to_module",
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-)
+    "AlignDevicesHook", "CpuOffload", "LayerwiseCastingHook", "ModelHook", "SequentialHook", "UserCpuOffloadHook",
+    "add_hook_to_module", "attach_align_device_hook", "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook", "remove_hook_from_module", "remove_hook_from_submodules",
+)  # fmt: skip
+_UTILS = (
+    "ao", "bnb", "constants", "dataclasses", "deepspeed", "environment", "fsdp_utils", "imports", "launch",
+    "megatron_lm", "memory", "modeling", "offload", "operations", "other", "random", "rich", "torch_xla", "tqdm",
+    "transformer_engine", "versions",
+)  # fmt: skip
 _TRACKERS = tuple(name for name, home in orc.runtime.HOMES.items() if home == "tracking")
 _CONFIG = ("default_config_file", "load_config_from_file")
 
@@ -126,38 +86,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "accelerate.test_utils": ("...",),
     "accelerate.test_utils.testing": ("...",),
     "accelerate.tracking": _TRACKERS,
-    **dict.fromkeys(
-        (
-            "accelerate.utils",
-            *(
-                f"accelerate.utils.{module}"
-                for module in (
-                    "ao",
-                    "bnb",
-                    "constants",
-                    "dataclasses",
-                    "deepspeed",
-                    "environment",
-                    "fsdp_utils",
-                    "imports",
-                    "launch",
-                    "megatron_lm",
-                    "memory",
-                    "modeling",
-                    "offload",
-                    "operations",
-                    "other",
-                    "random",
-                    "rich",
-                    "torch_xla",
-                    "tqdm",
-                    "transformer_engine",
-                    "versions",
-                )
-            ),
-        ),
-        ("...",),
-    ),
+    "accelerate.utils": ("...",),
+    **{f"accelerate.utils.{module}": ("...",) for module in _UTILS},
 }
 
 PACKAGES = {name.rpartition(".")[0] for name in MODULES} - {""}

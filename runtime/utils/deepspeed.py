@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from orc.runtime.engine.deepspeed.active import get_active_deepspeed_plugin
 from orc.runtime.engine.deepspeed.config import HfDeepSpeedConfig
 from orc.runtime.engine.deepspeed.placeholders import DummyOptim, DummyScheduler
 from orc.runtime.engine.deepspeed.plugin import DeepSpeedPlugin
+from orc.runtime.engine.deepspeed.plugins import get_active_deepspeed_plugin
 from orc.runtime.engine.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,

@@ -336,34 +336,23 @@ def attach_align_device_hook_on_blocks(
     away = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     # First, because it has to see where the inputs were.
     add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=skip_keys), append=True)
-    _attach_blocks(
-        module, devices, away, weights_map, offload_buffers, module_name, skip_keys, preload_module_classes,
-        tied_params_map,
-    )  # fmt: skip
 
+    def attach(block: nn.Module, name: str) -> None:
+        device = devices.get(name)
+        if device is not None and away.get(name):
+            attach_align_device_hook(
+                block, device, True, weights_map, offload_buffers, name, skip_keys, preload_module_classes,
+                tied_params_map,
+            )  # fmt: skip
+        elif device is not None:
+            hook = AlignDevicesHook(device, place_submodules=True, skip_keys=skip_keys, tied_params_map=tied_params_map)
+            add_hook_to_module(block, hook, append=True)
+        if device is not None:
+            attach_execution_device_hook(block, device, skip_keys, preload_module_classes, tied_params_map)
+        for child_name, child in block.named_children():
+            attach(child, f"{name}.{child_name}" if name else child_name)
 
-def _attach_blocks(
-    module: nn.Module,
-    devices: Mapping[str, Device | None],
-    away: Mapping[str, bool],
-    weights_map: Mapping[str, Tensor] | None,
-    offload_buffers: bool,
-    name: str,
-    skip_keys: Keys,
-    preload: Sequence[str] | None,
-    tied: TiedTensors | None,
-) -> None:
-    device = devices.get(name)
-    if device is not None:
-        if away.get(name):
-            attach_align_device_hook(module, device, True, weights_map, offload_buffers, name, skip_keys, preload, tied)
-        else:
-            hook = AlignDevicesHook(device, place_submodules=True, skip_keys=skip_keys, tied_params_map=tied)
-            add_hook_to_module(module, hook, append=True)
-        attach_execution_device_hook(module, device, skip_keys, preload, tied)
-    for child_name, child in module.named_children():
-        full = f"{name}.{child_name}" if name else child_name
-        _attach_blocks(child, devices, away, weights_map, offload_buffers, full, skip_keys, preload, tied)
+    attach(module, module_name)
 
 
 def align_hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:

@@ -154,7 +154,8 @@ def dispatch_model(
         tied = find_tied_parameters(model)
         model.to(as_device(places[0]))
         retie_parameters(model, tied)
-        return _mark(model, device_map)
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+        return model
     away = offloading_devices(main)
     on_disk = [name for name, device in device_map.items() if device == "disk"]
     weights = _weights_away(model, device_map, away, on_disk, state_dict, offload_dir, offload_index)
@@ -175,7 +176,8 @@ def dispatch_model(
     if any(device in away for device in places):
         for name in _MOVES:
             object.__setattr__(model, name, GuardedMove(model, name))
-    return _mark(model, device_map)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
 
 
 def _weights_away(
@@ -270,11 +272,6 @@ def share_read_ahead(model: nn.Module, read_ahead: ReadAhead) -> None:
                 hook.read_ahead = read_ahead
 
 
-def _mark(model: nn.Module, device_map: Mapping[str, Device]) -> nn.Module:
-    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
-    return model
-
-
 def module_device(name: str, device_map: Mapping[str, Device]) -> Device:
     """Return the device of the weight *name*: that of the nearest module above it in *device_map*.
 
@@ -367,11 +364,6 @@ def _retie_where_together(model: nn.Module, ties: Sequence[Sequence[str]]) -> No
         retie_parameters(model, list(by_device.values()))
 
 
-def plain_map(device_map: Mapping[str, Device]) -> dict[str, int | str]:
-    """Return *device_map* with devices as numbers and words."""
-    return {name: str(device) if isinstance(device, torch.device) else device for name, device in device_map.items()}
-
-
 def computing_device(device_map: Mapping[str, Device]) -> Device:
     """Return the device where offloaded modules compute: the first of *device_map* that computes."""
     return next((device for device in device_map.values() if device not in ("cpu", "disk")), "cpu")
@@ -390,20 +382,12 @@ def check_plan(model: nn.Module, device_map: Mapping[str, Device]) -> None:
     """
     if not isinstance(device_map, Mapping):
         raise ValueError(f"device_map is {device_map!r}: give a strategy's name, or devices by the names of modules")
-    check_device_map(model, plain_map(device_map))
-    _check_names(model, device_map)
-    _check_devices(device_map)
-
-
-def _check_names(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+    plain = {name: str(device) if isinstance(device, torch.device) else device for name, device in device_map.items()}
+    check_device_map(model, plain)
     known = {name for name, _ in model.named_modules()} | set(model.state_dict())
-    for name in device_map:
+    for name, device in device_map.items():
         if name not in known:
             raise ValueError(f"device_map: the model has no module {name!r}{nearest(name, known)}")
-
-
-def _check_devices(device_map: Mapping[str, Device]) -> None:
-    for name, device in device_map.items():
         if device not in ("cpu", "disk"):
             check_device(device, f"device_map: {name or 'the model'!r}")
 

@@ -22,23 +22,11 @@ from orc.runtime.checkpoint.format.layout import (
 from orc.runtime.checkpoint.format.state_file import without_aliases, write_tensors
 from orc.runtime.checkpoint.storage.durable import Hashing, HashingFile
 from orc.runtime.core.names import safe_relative_name
+from orc.runtime.memory.sizes import convert_file_size_to_int
 from orc.runtime.parallel import extract_model_from_parallel
 
 logger = logging.getLogger(__name__)
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
-          "TIB": 2**40}  # fmt: skip
 _SHARD = re.compile(r"(model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin)")
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes of ``10GB``, ``5MB``, ``1GiB`` (any case), or of a plain number. Raises `ValueError`."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)?\s*", size) if isinstance(size, str) else None
-    unit = _UNITS.get((match[2] or "B").upper()) if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
-        raise ValueError(f"{size!r} is no size: give bytes, or digits and a unit such as 5MB, 1GB or 1GiB")
-    return int(float(match[1]) * unit)
 
 
 def shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
@@ -74,7 +62,9 @@ def save_model(
     """
     from orc.runtime.weights.quantization.scheme import refuse_to_save
 
-    limit = parse_size(max_shard_size)
+    limit = convert_file_size_to_int(max_shard_size)
+    if not limit:
+        raise ValueError(f"max_shard_size={max_shard_size!r}: a file has at least one byte")
     directory = Path(save_directory)
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(f"{directory} is a file, not a directory for weights")
@@ -96,11 +86,9 @@ def save_model(
     parts = shards(state, limit)
     single = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
     stem, suffix = single.split(".")
-    names = (
-        [single]
-        if len(parts) == 1
-        else [f"{stem}-{number:05d}-of-{len(parts):05d}.{suffix}" for number in range(1, len(parts) + 1)]
-    )
+    names = [f"{stem}-{number:05d}-of-{len(parts):05d}.{suffix}" for number in range(1, len(parts) + 1)]
+    if len(parts) == 1:
+        names = [single]
     written = set(names)
     for name, part in zip(names, parts, strict=True):
         mine = {alias: kept for alias, kept in aliases.items() if kept in part}
@@ -110,12 +98,10 @@ def save_model(
         where = {key: name for name, part in zip(names, parts, strict=True) for key in part}
         where |= {alias: where[kept] for alias, kept in aliases.items()}
         total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-        _replace(
-            directory / index,
-            (
-                json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True) + "\n"
-            ).encode(),
-        )
+        content = {"metadata": {"total_size": total}, "weight_map": where}
+        temporary = directory / f".{index}.tmp"
+        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        temporary.replace(directory / index)
         written.add(index)
     singles = {SAFE_WEIGHTS_NAME, WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME}
     for entry in directory.iterdir():
@@ -140,12 +126,6 @@ def _write(path: Path, part: dict[str, torch.Tensor], aliases: dict[str, str], s
     except BaseException:
         temporary.unlink()
         raise
-    temporary.replace(path)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(data)
     temporary.replace(path)
 
 

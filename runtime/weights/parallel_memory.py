@@ -122,19 +122,21 @@ def estimate_parallel_memory(model: nn.Module, training: Training) -> ParallelEs
     found = []
     for number, names in enumerate(stages):
         cut = {name: _part(name, parameter, training, plan) for name, parameter in names.items()}
-        held = sum(_numel(shape) for shape in cut.values())
-        trained = {name: shape for name, shape in cut.items() if names[name].requires_grad}
+        held = sum(math.prod(shape) for shape in cut.values())
+        trained = [shape for name, shape in cut.items() if names[name].requires_grad]
+        gradients = sum(math.prod(shape) for shape in trained) * width
         if training.shards > 1:  # parameters of a unit whole, and their gradients until they are reduced
             whole = sum(parameter.numel() for parameter in names.values())
             half = width if training.mixed_precision == "no" else 2
             gathered = 2 * half * (whole if training.size("pp") > 1 else min(unit, whole)) / training.size("tp")
         else:
-            gathered = _buckets(trained, width) if training.size("dp_replicate") > 1 else 0
+            # DDP keeps a second copy of the gradients, from which it sends.
+            gathered = gradients if training.size("dp_replicate") > 1 else 0
         found.append(
             ProcessMemory(
                 int(held * width),
-                int(sum(_numel(shape) for shape in trained.values()) * width),
-                int(sum(_states(shape, training.optimizer, width) for shape in trained.values())),
+                int(gradients),
+                int(sum(_states(shape, training.optimizer, width) for shape in trained)),
                 int(gathered),
                 _activations(model, training, number, notes),
             )
@@ -207,17 +209,8 @@ def _gathered(model: nn.Module) -> int:
     return every - sum(sizes) + max(sizes, default=0)
 
 
-def _numel(shape: Sequence[int]) -> int:
-    return math.prod(shape)
-
-
-def _buckets(trained: Mapping[str, Sequence[int]], width: float) -> float:
-    """DDP keeps a second copy of the gradients, from which it sends."""
-    return sum(_numel(shape) for shape in trained.values()) * width
-
-
 def _states(shape: Sequence[int], optimizer: str, width: float) -> float:
-    count = _numel(shape)
+    count = math.prod(shape)
     if optimizer == "adamw":
         return 2 * count * width + 4  # two moments, and the number of steps
     if optimizer == "adam8bit":

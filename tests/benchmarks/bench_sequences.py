@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from orc.runtime import Accelerator, ParallelismConfig
 from orc.runtime.core.context import reset_default
-from orc.runtime.parallel.ring import _RingAttention
+from orc.runtime.parallel.context import _RingAttention
 from orc.runtime.parallel.sequence import _by_heads
 
 VOCABULARY, SIZE, HEADS, LAYERS = 512, 128, 4, 4

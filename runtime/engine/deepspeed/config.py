@@ -5,91 +5,33 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
-import difflib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from orc.runtime.core.parsing import nearest
+
 AUTO = "auto"
 
 # First level of DeepSpeed's configuration; it ignores anything else without a word.
-KNOWN = frozenset(
-    [
-        "activation_checkpointing",
-        "aio",
-        "amp",
-        "autotuning",
-        "bf16",
-        "bfloat16",
-        "checkpoint",
-        "comms_config",
-        "comms_logger",
-        "compile",
-        "communication_data_type",
-        "compression_training",
-        "csv_monitor",
-        "comet",
-        "curriculum_learning",
-        "data_efficiency",
-        "data_parallel_size",
-        "data_types",
-        "dataloader_drop_last",
-        "datastates_ckpt",
-        "ddp_bf16",
-        "disable_allgather",
-        "disable_python_gc",
-        "dump_state",
-        "eigenvalue",
-        "elasticity",
-        "expert_parallel",
-        "flops_profiler",
-        "fp16",
-        "fp32_allreduce",
-        "gradient_accumulation_steps",
-        "gradient_allreduce_op",
-        "gradient_clipping",
-        "gradient_predivide_factor",
-        "graph_harvesting",
-        "hybrid_engine",
-        "load_universal_checkpoint",
-        "local_rank",
-        "log_level",
-        "managed_gradient_accumulation",
-        "memory_breakdown",
-        "monitor_config",
-        "mp_size",
-        "nebula",
-        "optimizer",
-        "pipeline",
-        "prescale_gradients",
-        "progressive_layer_drop",
-        "quantize_training",
-        "scheduler",
-        "seq_parallel_communication_data_type",
-        "sequence_parallel_size",
-        "sparse_attention",
-        "sparse_gradients",
-        "steps_per_print",
-        "tensor_parallel",
-        "tensorboard",
-        "timers",
-        "torch_autocast",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "use_data_before_expert_parallelism",
-        "vocabulary_size",
-        "wall_clock_breakdown",
-        "wandb",
-        "weight_quantization",
-        "writer",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "zero_optimization",
-        "zero_allow_untested_optimizers",
-    ]
-)
+KNOWN = frozenset((
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comet",
+    "comms_config", "comms_logger", "communication_data_type", "compile", "compression_training", "csv_monitor",
+    "curriculum_learning", "data_efficiency", "data_parallel_size", "data_types", "dataloader_drop_last",
+    "datastates_ckpt", "ddp_bf16", "disable_allgather", "disable_python_gc", "dump_state", "eigenvalue",
+    "elasticity", "expert_parallel", "flops_profiler", "fp16", "fp32_allreduce", "gradient_accumulation_steps",
+    "gradient_allreduce_op", "gradient_clipping", "gradient_predivide_factor", "graph_harvesting", "hybrid_engine",
+    "load_universal_checkpoint", "local_rank", "log_level", "managed_gradient_accumulation", "memory_breakdown",
+    "monitor_config", "mp_size", "nebula", "optimizer", "pipeline", "prescale_gradients", "progressive_layer_drop",
+    "quantize_training", "scheduler", "seq_parallel_communication_data_type", "sequence_parallel_size",
+    "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard", "timers",
+    "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism",
+    "vocabulary_size", "wall_clock_breakdown", "wandb", "weight_quantization", "writer",
+    "zero_allow_untested_optimizer", "zero_allow_untested_optimizers", "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+))  # fmt: skip
 
 
 class HfDeepSpeedConfig:
@@ -111,7 +53,7 @@ class HfDeepSpeedConfig:
         self.mismatches: list[str] = []
         unknown = [key for key in self.config if key not in KNOWN and not str(key).startswith("_")]
         if unknown:
-            near = [f"{key!r}{_nearest(str(key))}" for key in unknown]
+            near = [f"{key!r}{nearest(str(key), KNOWN)}" for key in unknown]
             raise ValueError(f"the DeepSpeed configuration has keys that DeepSpeed does not know: {', '.join(near)}")
         for section in ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler"):
             if not isinstance(self.config.get(section, {}), dict):
@@ -238,8 +180,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice:
         raise ValueError(f"{', '.join(twice)} is given twice")
     return dict(pairs)
-
-
-def _nearest(key: str) -> str:
-    near = difflib.get_close_matches(key, KNOWN, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -88,3 +88,15 @@ def plugins_of(single: Any, several: Any, env: Mapping[str, str] | None = None) 
                 f"in a dictionary. Given: {name!r}: {type(plugin).__name__}"
             )
     return DeepSpeedPlugins(named)
+
+
+def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
+    """Return the DeepSpeed plug-in in force. Raises `ValueError` when the run does not use DeepSpeed.
+
+    Args:
+        state: the state of the run.
+    """
+    plugin: DeepSpeedPlugin | None = state.deepspeed_plugin
+    if plugin is None:
+        raise ValueError("this run has no DeepSpeed plug-in: pass Accelerator(deepspeed_plugin=...)")
+    return plugin

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from orc.runtime.core.errors import ContextError
-from orc.runtime.parallel.models_in_pieces import inputs_of_piece, is_transformers_model
-from orc.runtime.parallel.pieces import Piece
-from orc.runtime.parallel.sequence import KIND, check_heads, padded, tokens_of
-from orc.runtime.parallel.sequence_batches import WholeSequences
+from orc.runtime.parallel.pieces import Piece, inputs_of_piece, is_transformers_model
+from orc.runtime.parallel.sequence import KIND, WholeSequences, check_heads, padded, tokens_of
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext

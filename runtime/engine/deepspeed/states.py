@@ -75,20 +75,39 @@ class EngineStates:
         ]
 
     def save(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's states and files, by name. All ranks call it.
+        """Return this rank's part of the states of all engines, by file name: states, and files as bytes.
 
-        *options* are those of DeepSpeed's ``save_checkpoint`` (``exclude_frozen_parameters``, ``client_state``).
+        All ranks call it. *options* are those of DeepSpeed's ``save_checkpoint`` (``exclude_frozen_parameters``,
+        ``client_state``).
         """
         content: dict[str, Any] = {}
         for index, engine in enumerate(self.trained()):
-            content |= captured(engine, index, **options)
+            content |= _captured(engine, index, options)
         return content
 
     def problem(self, files: Collection[str], world_size: int) -> str | None:
         """Return why a checkpoint with *files*, written by *world_size* ranks, cannot be loaded here."""
-        for index, engine in enumerate(self.trained()):
-            if (text := problem(engine, files, index, world_size, self._ranks)) is not None:
-                return text
+        problems = (self._problem(engine, files, index, world_size) for index, engine in enumerate(self.trained()))
+        return next((text for text in problems if text is not None), None)
+
+    def _problem(self, engine: Any, files: Collection[str], index: int, world_size: int) -> str | None:
+        own = [name for name in files if name.startswith(f"{_folder(index)}/")]
+        if not own:
+            return f"it holds no {_folder(index)}/, so it was not saved by a run with DeepSpeed"
+        if engine.load_universal_checkpoint():
+            return None
+        if world_size != self._ranks:
+            return (
+                f"DeepSpeed's shards of {world_size} processes fit {world_size} processes, and there are "
+                f"{self._ranks}: convert it with `python -m deepspeed.checkpoint.ds_to_universal`, and set "
+                "checkpoint.load_universal to true in the DeepSpeed configuration"
+            )
+        stage, zero = engine.zero_optimization_stage(), any(name.endswith("optim_states.pt") for name in own)
+        if zero != bool(stage):
+            return f"it was saved {'with' if zero else 'without'} ZeRO, and the stage here is {stage}"
+        sharded = any(name.endswith("model_states.pt") and "zero_pp_rank" in name for name in files)
+        if sharded != (stage == 3):
+            return f"it was saved with ZeRO stage {3 if sharded else '1 or 2'}, and the stage here is {stage}"
         return None
 
     def load(self, directory: Path, models: Sequence[Any], options: Mapping[str, Any]) -> None:
@@ -101,19 +120,12 @@ class EngineStates:
             restore(engine, directory, index, **options)
 
 
-def folder(index: int) -> str:
+def _folder(index: int) -> str:
     """Return the folder of model *index* in a checkpoint."""
     return layout.MODEL_NAME if index == 0 else f"{layout.MODEL_NAME}_{index}"
 
 
-def captured(engine: Any, index: int = 0, **options: Any) -> dict[str, Any]:
-    """Return this rank's part of the state of *engine*, by file name: states, and files as bytes. All ranks call it.
-
-    Args:
-        engine: DeepSpeed's.
-        index: number of the model in the checkpoint.
-        options: of DeepSpeed's ``save_checkpoint`` (``exclude_frozen_parameters``, ``client_state``).
-    """
+def _captured(engine: Any, index: int, options: Mapping[str, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="orc-deepspeed-") as place:
         root = Path(place)
@@ -122,26 +134,20 @@ def captured(engine: Any, index: int = 0, **options: Any) -> dict[str, Any]:
             content[str(Path(path).relative_to(root))] = state
 
         with _exchanged(engine, save=keep):
-            engine.save_checkpoint(place, tag=folder(index), save_latest=index == 0, **options)
-        for path in root.rglob("*"):
-            if path.is_file():
-                content[str(path.relative_to(root))] = path.read_bytes()
-    return content
+            engine.save_checkpoint(place, tag=_folder(index), save_latest=index == 0, **options)
+        files = [path for path in root.rglob("*") if path.is_file()]
+        return content | {str(path.relative_to(root)): path.read_bytes() for path in files}
 
 
 def restore(engine: Any, directory: Path, index: int = 0, **options: Any) -> None:
-    """Load the state of *engine* from a checkpoint at *directory*. Collective.
+    """Load the state of *engine*, model *index* of a checkpoint, from *directory*. Collective.
 
-    Args:
-        engine: DeepSpeed's.
-        directory: the checkpoint.
-        index: number of the model in it.
-        options: of DeepSpeed's ``load_checkpoint``.
+    *options* are those of DeepSpeed's ``load_checkpoint``.
 
     Raises:
         CheckpointError: DeepSpeed cannot load it here.
     """
-    tag = None if engine.load_universal_checkpoint() else folder(index)
+    tag = None if engine.load_universal_checkpoint() else _folder(index)
     try:
         with _exchanged(engine, load=_load), _running_nothing():
             path, _ = engine.load_checkpoint(str(directory), tag=tag, **options)
@@ -150,27 +156,7 @@ def restore(engine: Any, directory: Path, index: int = 0, **options: Any) -> Non
     except Exception as error:
         raise CheckpointError(f"{directory} cannot be loaded by DeepSpeed: {type(error).__name__}: {error}") from error
     if path is None:
-        raise CheckpointError(f"{directory} holds no state of DeepSpeed in {folder(index)}")
-
-
-def problem(engine: Any, files: Collection[str], index: int, world_size: int, ranks: int) -> str | None:
-    """Return why a checkpoint with *files*, written by *world_size* ranks, cannot be loaded on *ranks* by *engine*."""
-    if not any(name.startswith(f"{folder(index)}/") for name in files):
-        return f"it holds no {folder(index)}/, so it was not saved by a run with DeepSpeed"
-    if world_size != ranks and not engine.load_universal_checkpoint():
-        return (
-            f"DeepSpeed's shards of {world_size} processes fit {world_size} processes, and there are {ranks}: convert "
-            "it with `python -m deepspeed.checkpoint.ds_to_universal`, and set checkpoint.load_universal to true in "
-            "the DeepSpeed configuration"
-        )
-    stage = engine.zero_optimization_stage()
-    optimizers = [name for name in files if name.startswith(f"{folder(index)}/") and name.endswith("optim_states.pt")]
-    if bool(optimizers) != bool(stage) and not engine.load_universal_checkpoint():
-        return f"it was saved {'with' if optimizers else 'without'} ZeRO, and the stage here is {stage}"
-    sharded = any(name.endswith("model_states.pt") and "zero_pp_rank" in name for name in files)
-    if sharded != (stage == 3) and not engine.load_universal_checkpoint():
-        return f"it was saved with ZeRO stage {3 if sharded else '1 or 2'}, and the stage here is {stage}"
-    return None
+        raise CheckpointError(f"{directory} holds no state of DeepSpeed in {_folder(index)}")
 
 
 @contextmanager

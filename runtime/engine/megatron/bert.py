@@ -10,9 +10,9 @@ from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.transformer.utils import get_linear_layer
 from torch import Tensor, nn
 
-from orc.runtime.engine.megatron.encoder_steps import BertTrainStep
 from orc.runtime.engine.megatron.layers import CoreAttention, LayerNorm, with_layers
 from orc.runtime.engine.megatron.layout import Layout, PaddedVocabulary, Weight, activation_of
+from orc.runtime.engine.megatron.steps import BertTrainStep
 
 _ATTENTION = tuple(f"attention.self.{name}." for name in ("query", "key", "value"))
 # Of a layer: the name of Transformers, that of Megatron-LM; each has a weight and a bias.

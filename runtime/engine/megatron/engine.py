@@ -16,9 +16,14 @@ from orc.runtime.core.context import RunContext
 from orc.runtime.core.prepared import Prepared, PreparedOptimizer
 from orc.runtime.engine.library import LibraryEngine
 from orc.runtime.engine.megatron import library
-from orc.runtime.engine.megatron.arithmetic import global_batch_size, virtual_stages
-from orc.runtime.engine.megatron.placeholders import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from orc.runtime.engine.megatron.rules import check_accumulation, check_model, shape_of
+from orc.runtime.engine.megatron.plugin import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, MegatronLMPlugin
+from orc.runtime.engine.megatron.rules import (
+    check_accumulation,
+    check_model,
+    global_batch_size,
+    shape_of,
+    virtual_stages,
+)
 from orc.runtime.parallel import refuse_compression
 from orc.runtime.parallel.compile import compiles
 from orc.runtime.parallel.records import described
@@ -28,7 +33,6 @@ if TYPE_CHECKING:
     from orc.runtime.core.options import Options
     from orc.runtime.engine.megatron.model import MegatronModel
     from orc.runtime.engine.megatron.optimizer import MegatronOptimizer
-    from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
     from orc.runtime.train.engine import Preparing
 
 _TOGETHER = "prepare the model in the same call as its optimizer: accelerator.prepare(model, optimizer, ...)"

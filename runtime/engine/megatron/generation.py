@@ -6,14 +6,14 @@ Each new token is one pass of all tokens through the stages; nothing is kept bet
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-from torch import Tensor
+from torch import Tensor, nn
 
 from orc.runtime.engine.megatron.library import common_seed
 
@@ -22,42 +22,98 @@ if TYPE_CHECKING:
     from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
 
 
-class GeneratingModel(Protocol):
-    """A `MegatronModel`, as far as generating needs it."""
+class Generating(nn.Module):
+    """A `MegatronModel`, as far as generating needs it.
+
+    Attributes:
+        config: that of the Transformers model.
+        ctx: the run.
+        plugin: how the model is split.
+        device: where this process computes.
+        pieces: those of this process.
+    """
 
     config: Any
-    training: bool
+    ctx: RunContext
+    plugin: MegatronLMPlugin
+    device: torch.device
+    pieces: nn.ModuleList
 
-    @property
-    def ctx(self) -> RunContext:
-        """The run."""
-        ...
+    def megatron_generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        max_length: int | None = None,
+        num_beams: int = 1,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 0.0,
+        top_p_decay: float = 0.0,
+        top_p_bound: float = 0.0,
+        length_penalty: float = 1.0,
+        add_BOS: bool = False,
+        random_seed: int | None = None,
+    ) -> Tensor:
+        """Return the prompts *input_ids* with what follows them, the same on every process. Collective.
 
-    @property
-    def plugin(self) -> MegatronLMPlugin:
-        """How the model is split."""
-        ...
+        The likeliest token follows, unless *top_k* or *top_p* let it be drawn, or *num_beams* search.
 
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        ...
+        Args:
+            input_ids: prompts [batch, sequence], shorter ones padded on the right.
+            attention_mask: 0 for padding.
+            max_new_tokens: most new tokens of each prompt.
+            max_length: the same, with the prompt's tokens; the model's positions when nobody says either.
+            num_beams: hypotheses that a search keeps; for a single prompt.
+            temperature: what scores are divided by before one is drawn.
+            top_k: draw among so many of the likeliest tokens.
+            top_p: draw among the likeliest tokens that have this much of the probability together.
+            top_p_decay: factor of *top_p* with each new token.
+            top_p_bound: what *top_p* does not fall below.
+            length_penalty: power of the length that a hypothesis's score is divided by.
+            add_BOS: put the token that begins a text before each prompt.
+            random_seed: of what is drawn; one that all processes share when nobody says it.
 
-    @property
-    def pieces(self) -> Any:
-        """The pieces of this process."""
-        ...
+        Raises:
+            ValueError: settings that do not go together, or prompts that are too long or padded on the left.
+        """
+        _check(self, top_k=top_k, top_p=top_p, num_beams=num_beams, rows=len(input_ids))
+        tokens = input_ids.to(self.device)
+        lengths = torch.full((len(tokens),), tokens.shape[1], device=self.device)
+        if attention_mask is not None:
+            mask = attention_mask.to(self.device)
+            if bool((mask[:, 1:] > mask[:, :-1]).any()):
+                raise ValueError("megatron_generate: prompts are padded on the left; pad them on the right")
+            lengths = mask.sum(1)
+        if add_BOS:
+            tokens = torch.nn.functional.pad(tokens, (1, 0), value=self.config.bos_token_id)
+            lengths = lengths + 1
+        positions = self.config.n_positions
+        ends = (
+            lengths + max_new_tokens
+            if max_new_tokens is not None
+            else torch.full_like(lengths, max_length or positions)
+        )
+        if int(ends.max()) > positions or int(lengths.min()) < 1:
+            raise ValueError(
+                f"megatron_generate: prompts of {lengths.tolist()} tokens and new ones up to {ends.tolist()} do not "
+                f"fit the model's {positions} positions"
+            )
+        training = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                if num_beams > 1:
+                    return _searched(self, tokens[:, : int(lengths)], int(ends), num_beams, length_penalty)
+                seed = common_seed(self.ctx) if random_seed is None else random_seed
+                choose = _Choice(temperature, top_k, top_p, top_p_decay, top_p_bound, seed)
+                return _continued(self, tokens, lengths, ends, choose)
+        finally:
+            self.train(training)
 
-    def eval(self) -> Any:
-        """Switch dropout off."""
-        ...
 
-    def train(self, mode: bool = True) -> Any:
-        """Switch dropout on or off."""
-        ...
-
-
-def check(model: GeneratingModel, *, top_k: int, top_p: float, num_beams: int, rows: int) -> None:
+def _check(model: Generating, *, top_k: int, top_p: float, num_beams: int, rows: int) -> None:
     """Check that *model* can generate so.
 
     Raises:
@@ -84,78 +140,7 @@ def check(model: GeneratingModel, *, top_k: int, top_p: float, num_beams: int, r
         raise ValueError("megatron_generate: beams search one prompt at a time, and draw nothing (no top_k, no top_p)")
 
 
-def generate(
-    model: GeneratingModel,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    max_new_tokens: int | None = None,
-    max_length: int | None = None,
-    num_beams: int = 1,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 0.0,
-    top_p_decay: float = 0.0,
-    top_p_bound: float = 0.0,
-    length_penalty: float = 1.0,
-    add_BOS: bool = False,
-    random_seed: int | None = None,
-) -> Tensor:
-    """Return the prompts *input_ids* with what follows them, the same on every process. Collective.
-
-    The likeliest token follows, unless *top_k* or *top_p* let it be drawn, or *num_beams* search.
-
-    Args:
-        model: prepared, a GPT.
-        input_ids: prompts [batch, sequence], shorter ones padded on the right.
-        attention_mask: 0 for padding.
-        max_new_tokens: most new tokens of each prompt.
-        max_length: the same, with the prompt's tokens; the model's positions when nobody says either.
-        num_beams: hypotheses that a search keeps; for a single prompt.
-        temperature: what scores are divided by before one is drawn.
-        top_k: draw among so many of the likeliest tokens.
-        top_p: draw among the likeliest tokens that have this much of the probability together.
-        top_p_decay: factor of *top_p* with each new token.
-        top_p_bound: what *top_p* does not fall below.
-        length_penalty: power of the length that a hypothesis's score is divided by.
-        add_BOS: put the token that begins a text before each prompt.
-        random_seed: of what is drawn; one that all processes share when nobody says it.
-
-    Raises:
-        ValueError: settings that do not go together, or prompts that are too long or padded on the left.
-    """
-    check(model, top_k=top_k, top_p=top_p, num_beams=num_beams, rows=len(input_ids))
-    tokens = input_ids.to(model.device)
-    lengths = torch.full((len(tokens),), tokens.shape[1], device=model.device)
-    if attention_mask is not None:
-        mask = attention_mask.to(model.device)
-        if bool((mask[:, 1:] > mask[:, :-1]).any()):
-            raise ValueError("megatron_generate: prompts are padded on the left; pad them on the right")
-        lengths = mask.sum(1)
-    if add_BOS:
-        tokens = torch.nn.functional.pad(tokens, (1, 0), value=model.config.bos_token_id)
-        lengths = lengths + 1
-    positions = model.config.n_positions
-    ends = lengths + max_new_tokens if max_new_tokens is not None else torch.full_like(lengths, max_length or positions)
-    if int(ends.max()) > positions or int(lengths.min()) < 1:
-        raise ValueError(
-            f"megatron_generate: prompts of {lengths.tolist()} tokens and new ones up to {ends.tolist()} do not fit "
-            f"the model's {positions} positions"
-        )
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            if num_beams > 1:
-                return _searched(model, tokens[:, : int(lengths)], int(ends), num_beams, length_penalty)
-            seed = common_seed(model.ctx) if random_seed is None else random_seed
-            choose = _Choice(temperature, top_k, top_p, top_p_decay, top_p_bound, seed)
-            return _continued(model, tokens, lengths, ends, choose)
-    finally:
-        model.train(training)
-
-
-def _continued(model: GeneratingModel, tokens: Tensor, lengths: Tensor, ends: Tensor, choose: _Choice) -> Tensor:
+def _continued(model: Generating, tokens: Tensor, lengths: Tensor, ends: Tensor, choose: _Choice) -> Tensor:
     """Return *tokens* of *lengths* with what follows them, up to *ends*; shorter ones are filled up."""
     stop = model.config.eos_token_id
     fill = 0 if stop is None else stop
@@ -172,7 +157,7 @@ def _continued(model: GeneratingModel, tokens: Tensor, lengths: Tensor, ends: Te
     return tokens
 
 
-def _searched(model: GeneratingModel, prompt: Tensor, end: int, beams: int, penalty: float) -> Tensor:
+def _searched(model: Generating, prompt: Tensor, end: int, beams: int, penalty: float) -> Tensor:
     """Return *prompt* with its best continuation of at most *end* tokens, of *beams* that are kept."""
     stop, begin = model.config.eos_token_id, prompt.shape[1]
     tokens, scores = prompt, torch.zeros(1, device=prompt.device)
@@ -219,7 +204,7 @@ class _Choice:
         return index.gather(1, drawn)[:, 0].to(scores.device)
 
 
-def next_scores(model: GeneratingModel, tokens: Tensor) -> Tensor:
+def next_scores(model: Generating, tokens: Tensor) -> Tensor:
     """Return the scores [batch, vocabulary] of the token after *tokens*, on every process. Collective."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
 

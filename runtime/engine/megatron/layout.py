@@ -18,9 +18,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from orc.runtime.engine.megatron.arithmetic import layers_per_stage, padded_vocabulary, virtual_stages
 from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
-from orc.runtime.engine.megatron.rules import check_others, shape_of
+from orc.runtime.engine.megatron.rules import (
+    check_others,
+    layers_per_stage,
+    padded_vocabulary,
+    shape_of,
+    virtual_stages,
+)
 
 _LAYOUTS = {"gpt2": ("gpt2", "Gpt2"), "megatron-bert": ("bert", "Bert"), "t5": ("t5", "T5"), "mt5": ("t5", "T5")}
 

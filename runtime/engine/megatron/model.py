@@ -13,16 +13,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from orc.runtime.engine.megatron import states
+from orc.runtime.engine.megatron.generation import Generating
 from orc.runtime.engine.megatron.layout import layout_of
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
     from orc.runtime.engine.megatron.library import Random
-    from orc.runtime.engine.megatron.masters import Masters
     from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
 
 
-class MegatronModel(nn.Module):
+class MegatronModel(Generating):
     """This process's pieces of a model that Megatron-LM trains.
 
     ``model(**batch)`` returns what a Transformers model does, with the loss averaged over micro batches and data
@@ -35,7 +35,7 @@ class MegatronModel(nn.Module):
         random: where dropout draws.
 
     Attributes:
-        config: that of the Transformers model.
+        bare: this process's pieces, without what is around them.
         gathers_state: its state dict is whole, and all processes ask for it together.
     """
 
@@ -45,7 +45,7 @@ class MegatronModel(nn.Module):
     def __init__(self, model: nn.Module, ctx: RunContext, plugin: MegatronLMPlugin, random: Random) -> None:
         super().__init__()
         self.config: Any = model.config
-        self._ctx, self._plugin, self._random = ctx, plugin, random
+        self.ctx, self.plugin, self.device, self._random = ctx, plugin, ctx.device, random
         precision = str(ctx.config.mixed_precision)
         self._half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         self.layout = layout_of(model, plugin, ctx.device, torch.float32 if self._half is None else self._half)
@@ -62,8 +62,8 @@ class MegatronModel(nn.Module):
             grad_reduce_in_fp32=self._half is not None,
         )
         self.pieces = nn.ModuleList(DistributedDataParallel(self.layout.config, settings, piece) for piece in wrapped)
-        self._bare = pieces
-        self.masters: Masters | None = None  # until there is an optimizer
+        self.bare = pieces
+        self.masters: states.Masters | None = None  # until there is an optimizer
         if ctx.device.type == "cpu":
             from orc.runtime.engine.megatron.on_cpu import name_types
 
@@ -76,8 +76,8 @@ class MegatronModel(nn.Module):
         self.train(model.training)
 
     def _train_step(self) -> Any:
-        kind: Any = self._plugin.custom_train_step_class or self.layout.train_step()
-        made: Any = kind(self._plugin, **(self._plugin.custom_train_step_kwargs or {}))
+        kind: Any = self.plugin.custom_train_step_class or self.layout.train_step()
+        made: Any = kind(self.plugin, **(self.plugin.custom_train_step_kwargs or {}))
         if not callable(getattr(made, "forward_step", None)):
             made.forward_step = made.get_forward_step_func()
         return made
@@ -129,18 +129,18 @@ class MegatronModel(nn.Module):
             raise ValueError(f"Megatron-LM's models need input_ids; the batch has {', '.join(batch) or 'nothing'}")
         tensors = self.layout.checked(tensors)
         rows, length = tensors["input_ids"].shape
-        count = self._plugin.num_micro_batches
+        count = self.plugin.num_micro_batches
         if missing := -rows % count:
             fill = torch.arange(missing, device=tensors["input_ids"].device) % rows
             tensors = {name: torch.cat([tensor, tensor[fill]]) for name, tensor in tensors.items()}
-        if self._plugin.sequence_parallelism and (gap := -length % self._plugin.tp_degree):
+        if self.plugin.sequence_parallelism and (gap := -length % self.plugin.tp_degree):
             tensors = _lengthened(tensors, gap)
-        parts = {name: tensor.to(self._ctx.device).chunk(count) for name, tensor in tensors.items()}
+        parts = {name: tensor.to(self.device).chunk(count) for name, tensor in tensors.items()}
         return rows, [{name: part[index] for name, part in parts.items()} for index in range(count)]
 
     def _collected(self, reports: list[dict[str, Any]], rows: int) -> tuple[Tensor, Tensor | None]:
         """Return the mean loss, which every stage learns, and the logits."""
-        loss = torch.zeros((), device=self._ctx.device)
+        loss = torch.zeros((), device=self.device)
         logits = None
         if reports:
             losses = [next(iter(report.values())) for report in reports]
@@ -152,33 +152,7 @@ class MegatronModel(nn.Module):
             dist.broadcast(loss, dist.get_process_group_ranks(stages)[-1], group=stages)
         return loss, logits
 
-    def megatron_generate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return prompts with what follows them; see `generation.generate`, which takes the same. Collective."""
-        from orc.runtime.engine.megatron.generation import generate
-
-        return generate(self, *args, **kwargs)
-
-    @property
-    def plugin(self) -> MegatronLMPlugin:
-        """The plug-in that it is split by."""
-        return self._plugin
-
-    @property
-    def ctx(self) -> RunContext:
-        """The run that it belongs to."""
-        return self._ctx
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self._ctx.device
-
     # ---- states
-
-    @property
-    def bare(self) -> list[nn.Module]:
-        """This process's pieces, without what is around them."""
-        return self._bare
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the whole weights under Transformers' names, on the CPU of every process. Collective.
@@ -186,7 +160,7 @@ class MegatronModel(nn.Module):
         They are float32, those that the optimizer trains where the model computes in 16 bits.
         """
         take = (lambda parameter: parameter) if self.masters is None else self.masters.read
-        return states.gathered(self.layout, self._bare, take)
+        return states.gathered(self.layout, self.bare, take)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole weights, as `state_dict` and a Transformers model give them, on every process.
@@ -204,7 +178,7 @@ class MegatronModel(nn.Module):
             with torch.no_grad():
                 parameter.copy_(part)
 
-        states.scattered(self.layout, self._bare, state_dict, put)
+        states.scattered(self.layout, self.bare, state_dict, put)
         return nn.modules.module._IncompatibleKeys([], [])
 
 

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from orc.runtime.collectives.objects import gather_object
 from orc.runtime.engine.megatron import states
-from orc.runtime.engine.megatron.masters import Masters
 
 if TYPE_CHECKING:
     from orc.runtime.core.handlers import GradScalerKwargs
     from orc.runtime.engine.megatron.model import MegatronModel
-    from orc.runtime.engine.megatron.placeholders import MegatronLMDummyScheduler
-    from orc.runtime.engine.megatron.plugin import MegatronLMPlugin
+    from orc.runtime.engine.megatron.plugin import MegatronLMDummyScheduler, MegatronLMPlugin
 
 _KINDS = {"Adam": ("adam", False), "AdamW": ("adam", True), "SGD": ("sgd", False)}
 
@@ -115,7 +113,7 @@ class MegatronOptimizer:
         pieces = list(model.pieces)
         self.inner = get_megatron_optimizer(config, pieces, config_overrides=overrides)
         self._single = getattr(self.inner, "chained_optimizers", [self.inner])[0]  # there are no experts to chain
-        self.masters = model.masters = Masters(self._single, shards)
+        self.masters = model.masters = states.Masters(self._single, shards)
         model.layout.config.grad_scale_func = self.inner.scale_loss if precision == "fp16" else None
         for one in self.param_groups:  # as without a schedule
             one["lr"] = one["max_lr"]

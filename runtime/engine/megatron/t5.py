@@ -10,9 +10,9 @@ from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encod
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
-from orc.runtime.engine.megatron.encoder_steps import T5TrainStep
 from orc.runtime.engine.megatron.layers import CoreAttention, RMSNorm, with_layers
 from orc.runtime.engine.megatron.layout import Layout, PaddedVocabulary, Weight, activation_of
+from orc.runtime.engine.megatron.steps import T5TrainStep
 
 _RELATIVE = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 

@@ -7,6 +7,7 @@ changes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,7 @@ class Precision:
 
         if not isinstance(model.forward, AutocastForward):
             kind = TraceableAutocastForward if compiled else AutocastForward
-            model.forward = kind(model.forward, self, device, options)
+            model.forward = kind(model.forward, functools.partial(self.autocast, device, options))
 
     def autocast(
         self, device: torch.device, options: AutocastKwargs | None = None

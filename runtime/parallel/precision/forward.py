@@ -5,23 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from orc.runtime.collectives.tree import convert_to_fp32, recursively_apply
-
-if TYPE_CHECKING:
-    from orc.runtime.core.handlers import AutocastKwargs
-
-
-class Autocasting(Protocol):
-    """A `Precision`, as far as a forward needs it."""
-
-    def autocast(self, device: torch.device, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a fresh autocast context."""
-        ...
 
 
 class WrappedForward:
@@ -44,14 +33,12 @@ class AutocastForward(WrappedForward):
 
     Args:
         forward: the one that computes.
-        precision: makes the contexts, for *device* with *options*.
+        autocast: makes the contexts.
     """
 
-    def __init__(
-        self, forward: Callable[..., Any], precision: Autocasting, device: torch.device, options: AutocastKwargs
-    ) -> None:
+    def __init__(self, forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__(forward)
-        self._precision, self._settings = precision, (device, options)
+        self._autocast = autocast
         self._idle: list[Any] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +46,7 @@ class AutocastForward(WrappedForward):
         try:
             context = self._idle.pop()
         except IndexError:
-            context = self._precision.autocast(*self._settings)
+            context = self._autocast()
         with context:
             output = self.original(*args, **kwargs)
         self._idle.append(context)
@@ -76,7 +63,7 @@ class TraceableAutocastForward(AutocastForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, half-precision tensors as float32."""
-        with self._precision.autocast(*self._settings):
+        with self._autocast():
             output = self.original(*args, **kwargs)
         return convert_to_fp32(output)
 

@@ -143,10 +143,18 @@ def load_and_quantize_model(
     loading.quantize(layers)
     loading.place_the_rest(config)
     retie_parameters(target, ties)
-    target = _dispatched(target, plan, offload_folder, loading.placement.finish())
+    index = loading.placement.finish()
+    if len(set(plan.values())) > 1 or "disk" in plan.values():
+        target = dispatch_model(target, plan, offload_dir=offload_folder, offload_index=index or None)
     if device_map is not None:  # a model to train has none
         target.hf_device_map = plan  # type: ignore[assignment]
-    return _marked(target, scheme)
+    # How it is quantized: for this package, and for peft by the names that peft reads.
+    ours = scheme.method == "bitsandbytes"
+    marks = {"quantization": scheme, "is_quantized": True}
+    marks |= {f"is_loaded_in_{bits}bit": ours and scheme.bits == bits for bits in (8, 4)}
+    for name, mark in marks.items():
+        setattr(target, name, mark)
+    return target.requires_grad_(False).eval()
 
 
 def _plan(
@@ -263,23 +271,3 @@ class _Loading:
             if source is not None:
                 rest[name] = (source, torch.float32 if named_by(name, in_fp32) else config.torch_dtype)
         self.placement.put_all(rest)
-
-
-def _dispatched(
-    model: nn.Module,
-    plan: Mapping[str, Device],
-    folder: str | os.PathLike[str] | None,
-    index: Mapping[str, Mapping[str, object]],
-) -> nn.Module:
-    if len(set(plan.values())) == 1 and "disk" not in plan.values():
-        return model  # all is in its place
-    return dispatch_model(model, plan, offload_dir=folder, offload_index=index or None)
-
-
-def _marked(model: nn.Module, scheme: Scheme) -> nn.Module:
-    """Mark on *model* how it is quantized: for this package, and for peft by the names that peft reads."""
-    model.quantization = scheme  # type: ignore[assignment]
-    model.is_quantized = True  # type: ignore[assignment]
-    model.is_loaded_in_8bit = scheme.method == "bitsandbytes" and scheme.bits == 8  # type: ignore[assignment]
-    model.is_loaded_in_4bit = scheme.method == "bitsandbytes" and scheme.bits == 4  # type: ignore[assignment]
-    return model.requires_grad_(False).eval()

@@ -155,7 +155,7 @@ def refusals():
         ParallelismConfig,
         PartialState,
     )
-    from orc.runtime.parallel.sequence_batches import SequenceCut
+    from orc.runtime.parallel.sequence import SequenceCut
 
     def accelerator(**options):
         return Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2, **options))

@@ -97,28 +97,6 @@ def test_a_window_that_is_forgotten_counts_no_more():
     assert weight.grad.tolist() == [4.0]
 
 
-@pytest.mark.parametrize(
-    ("count", "steps", "unit"),
-    [
-        (0, 1, 2.0),
-        (0, 3, 4.0),
-        (0.25, 1, 2.0),
-        (1, 2, 4.0),
-        (3, 1, 4.0),
-        (4, 1, 8.0),
-        (7.5, 2, 16.0),
-        (1000, 8, 8192.0),
-    ],
-)
-def test_the_unit_is_a_power_of_two_above_the_count_of_the_window(count, steps, unit):
-    assert normalize._power_of_two(count, steps) == unit
-    for shape in ((), (1,), (1, 1)):
-        found = normalize._power_of_two(torch.full(shape, count, dtype=torch.float64), steps)
-        assert (found.item(), found.dtype, found.shape) == (unit, torch.float32, ())
-    counted = torch.tensor(float(count), requires_grad=True)
-    assert not normalize._power_of_two(counted, steps).requires_grad
-
-
 def test_a_count_that_has_a_gradient_gets_none():
     ctx = a_context()
     normalizer = LossNormalizer(ctx, list)
@@ -130,23 +108,6 @@ def test_a_count_that_has_a_gradient_gets_none():
     scaled.backward()
     assert (scaled.item(), loss.grad.item()) == (2.0, pytest.approx(0.2))
     assert [count.grad for count in counts] == [None, None]
-
-
-@pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0), torch.tensor([0.0])])
-def test_a_window_without_items_is_divided_by_one(count):
-    ctx = a_context()
-    ctx.gradient.sync_gradients = True
-    assert LossNormalizer(ctx, list).scale(torch.tensor(3.0), count).item() == 3.0
-
-
-def test_two_processes_are_asked_and_one_by_itself_is_not(reduced):
-    for world_size, others, total in ((1, [], 8), (2, [1.0], 9)):
-        ctx = a_context(world_size=world_size)
-        ctx.gradient.sync_gradients = True
-        reduced.others = list(others)
-        scaled = LossNormalizer(ctx, list).scale(torch.tensor(1.0), 8).item()
-        assert scaled == pytest.approx(world_size / total)
-        assert ctx.asked == ["normalize_by"] * (world_size - 1)
 
 
 @pytest.mark.parametrize("count", [torch.tensor(2**24 + 1), torch.tensor([3], dtype=torch.int32)])
@@ -314,14 +275,3 @@ def test_a_sum_is_divided_by_its_count_alone_and_a_window_does_not_mix():
     weight, loss = a_loss()
     engine.backward(loss)
     assert weight.grad.item() == 1.0, "the next window may be one of means"
-
-
-def test_an_engine_without_parameters_has_none_to_rescale():
-    ctx = a_context()
-    weight, loss = a_loss()
-    engine = NativeEngine(ctx)
-    engine.backward(loss, normalize_by=5, retain_graph=True)
-    ctx.gradient.sync_gradients = True
-    weight.grad = None
-    engine.backward(loss, normalize_by=3)
-    assert weight.grad.item() == 3.0 / 8

@@ -201,19 +201,6 @@ def test_a_schedule_advances_with_the_samples(run_ranks, split, expected):
     assert run_ranks(2, body, split) == [(expected, 2e-3)] * 2
 
 
-def test_accumulation_needs_no_shorter_schedule():
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    model, optimizer, scheduler = one_weight(accelerator, schedule=lambda step: 1.0)
-    loader = accelerator.prepare(DataLoader(torch.ones(5, 1), batch_size=1))
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(batch).sum())
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    assert scheduler.scheduler.last_epoch == 3
-
-
 @pytest.mark.distributed
 def test_a_schedule_with_an_end_is_not_overrun(run_ranks):
     def body():

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from orc.runtime import Accelerator
 from orc.runtime.checkpoint.errors import CheckpointError
 from orc.runtime.weights.load_in_model import load_checkpoint_and_dispatch, load_checkpoint_in_model
-from orc.runtime.weights.loading import parse_size, save_model, shards
+from orc.runtime.weights.loading import save_model, shards
 
 MB = 10**6
 
@@ -70,7 +70,8 @@ def test_of_the_same_weights_in_both_formats_safetensors_are_read(tmp_path):
     assert torch.equal(other.large, model.large)
 
 
-def test_a_hand_made_index_fills_an_empty_model(tmp_path):
+@pytest.mark.parametrize("index", ["weights.index.json", "index.json"])
+def test_a_hand_made_index_fills_an_empty_model(tmp_path, index):
     def build():
         return torch.nn.ModuleDict({"linear1": torch.nn.Linear(2, 2), "linear2": torch.nn.Linear(2, 2)})
 
@@ -79,8 +80,8 @@ def test_a_hand_made_index_fills_an_empty_model(tmp_path):
     where = {name: f"{'first' if name.startswith('linear1') else 'second'}_state_dict.bin" for name in state}
     for file in set(where.values()):
         torch.save({name: state[name] for name in state if where[name] == file}, tmp_path / file)
-    (tmp_path / "weights.index.json").write_text(json.dumps(where))
-    for checkpoint in (tmp_path, tmp_path / "weights.index.json"):
+    (tmp_path / index).write_text(json.dumps(where))
+    for checkpoint in (str(tmp_path), tmp_path / index):
         with torch.device("meta"):
             empty = build()
         load_checkpoint_in_model(empty, checkpoint)
@@ -88,18 +89,10 @@ def test_a_hand_made_index_fills_an_empty_model(tmp_path):
         assert torch.equal(empty["linear2"].weight, model["linear2"].weight)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("10GiB", 10 * 2**30), ("10GB", 10**10), ("30GIB", 30 * 2**30), (12345, 12345), ("5MB", 5 * MB), ("7", 7)],
-)
-def test_sizes_are_read(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 parsecs", 0, -3, None, True, "0MB"])
-def test_other_sizes_are_refused(text):
-    with pytest.raises(ValueError, match="is no size"):
-        parse_size(text)
+@pytest.mark.parametrize("size", ["", "5 parsecs", -3, True, 0, "0MB"])
+def test_a_size_of_files_that_is_none_is_refused(size, tmp_path):
+    with pytest.raises(ValueError, match=r"is not in a valid format|at least one byte"):
+        save_model(torch.nn.Linear(1, 1), tmp_path, max_shard_size=size)
 
 
 def test_parts_keep_the_order_and_hold_everything():
@@ -154,13 +147,8 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
     (tmp_path / "x.index.json").write_text('{"weight": "gone.bin"}')
     with pytest.raises(CheckpointError, match=r"names gone\.bin, which is missing"):
         load_checkpoint_in_model(model, tmp_path)
-    save_model(torch.nn.Linear(3, 2), tmp_path / "wrong")
-    with pytest.raises(CheckpointError, match=r"weight has shape \(2, 3\), the model's has \(2, 2\)"):
-        load_checkpoint_in_model(model, tmp_path / "wrong")
     save_model(torch.nn.Linear(2, 2, bias=False), tmp_path / "less")
     load_checkpoint_in_model(model, tmp_path / "less")
-    with pytest.raises(CheckpointError, match="lacks bias"):
-        load_checkpoint_in_model(model, tmp_path / "less", strict=True)
     (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         load_checkpoint_in_model(model, tmp_path / "broken.safetensors")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from orc.runtime import init_empty_weights, init_on_device, load_checkpoint_in_model, set_module_tensor_to_device
+from orc.runtime import init_empty_weights, init_on_device, set_module_tensor_to_device
 
 
 def test_parameters_are_empty_and_buffers_real():
@@ -63,13 +63,6 @@ def test_a_tensor_is_put_in_place():
         set_module_tensor_to_device(model, "1.weight", "cpu")
 
 
-def test_buffers_stay_buffers():
-    model = nn.BatchNorm1d(2)
-    set_module_tensor_to_device(model, "running_mean", "cpu", value=torch.full((2,), 3.0))
-    assert model.running_mean.tolist() == [3.0, 3.0]
-    assert "running_mean" in dict(model.named_buffers())
-
-
 def test_tied_tensors_are_moved_once():
     value = torch.ones(2, 2)
     moved = {value.data_ptr(): {}}
@@ -78,20 +71,3 @@ def test_tied_tensors_are_moved_once():
     for name in ("0.weight", "1.weight"):
         set_module_tensor_to_device(model, name, "cpu", value=value, dtype=torch.float16, tied_params_map=moved)
     assert model[0].weight.data_ptr() == model[1].weight.data_ptr()
-
-
-def test_an_index_written_by_hand_loads_into_an_empty_model(tmp_path):
-    whole = nn.ModuleDict({"linear1": nn.Linear(2, 3), "linear2": nn.Linear(3, 2)})
-    for number, name in (("first", "linear1"), ("second", "linear2")):
-        part = {key: value for key, value in whole.state_dict().items() if key.startswith(name)}
-        torch.save(part, tmp_path / f"{number}_state_dict.bin")
-    (tmp_path / "index.json").write_text(
-        """{"linear1.weight": "first_state_dict.bin", "linear1.bias": "first_state_dict.bin",
-        "linear2.weight": "second_state_dict.bin", "linear2.bias": "second_state_dict.bin"}"""
-    )
-    for checkpoint in (tmp_path / "index.json", str(tmp_path)):
-        with init_empty_weights():
-            model = nn.ModuleDict({"linear1": nn.Linear(2, 3), "linear2": nn.Linear(3, 2)})
-        load_checkpoint_in_model(model, checkpoint)
-        for name, tensor in whole.state_dict().items():
-            assert torch.equal(model.state_dict()[name], tensor)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from orc.runtime.core.fp8_recipes import AORecipeKwargs
-from orc.runtime.parallel.precision.fp8.base import FP8Backend
+from orc.runtime.parallel.precision.fp8 import FP8
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
@@ -77,10 +77,10 @@ def _warn_of_emulation() -> None:
     )
 
 
-class AO(FP8Backend):
+class AO(FP8):
     """torchao's float8 training; on a CPU in emulation."""
 
-    name = "AO"
+    backend = "AO"
     with_library = True
     recipe: AORecipeKwargs
 
@@ -99,7 +99,7 @@ class AO(FP8Backend):
         """Return whether *model* has layers of torchao's."""
         return has_ao_layers(model)
 
-    def convert(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+    def replaced(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Return *model* with the layers that pass the filter replaced.
 
         Raises:

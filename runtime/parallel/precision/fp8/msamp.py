@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from orc.runtime.core.fp8_recipes import MSAMPRecipeKwargs
-from orc.runtime.parallel.precision.fp8.base import FP8Backend
+from orc.runtime.parallel.precision.fp8 import FP8
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
@@ -25,10 +25,10 @@ _TOGETHER = (
 )
 
 
-class MSAMP(FP8Backend):
+class MSAMP(FP8):
     """MS-AMP."""
 
-    name = "MSAMP"
+    backend = "MSAMP"
     recipe: MSAMPRecipeKwargs
 
     def __init__(self, recipe: MSAMPRecipeKwargs) -> None:
@@ -78,7 +78,7 @@ class MSAMP(FP8Backend):
         """Return whether *model* is MS-AMP's already."""
         return model in self._made
 
-    def convert(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+    def replaced(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Refused: the optimizer is missing. Raises `ValueError`."""
         raise ValueError(_TOGETHER)
 

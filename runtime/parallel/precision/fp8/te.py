@@ -17,10 +17,11 @@ from torch import nn
 from orc.runtime.core import fp8_settings
 from orc.runtime.core.fp8_recipes import FP8RecipeKwargs, TERecipeKwargs
 from orc.runtime.parallel.precision.forward import WrappedForward
-from orc.runtime.parallel.precision.fp8.base import FP8Backend
+from orc.runtime.parallel.precision.fp8 import FP8
 
 if TYPE_CHECKING:
     from orc.runtime.core.context import RunContext
+    from orc.runtime.core.handlers import AutocastKwargs
     from orc.runtime.parallel.base import Request
 
 
@@ -205,17 +206,17 @@ def _take_without_scaling(model: nn.Module, found: Any) -> None:
     found.missing_keys[:] = [name for name in found.missing_keys if not name.endswith(_SCALING)]
 
 
-class TE(FP8Backend):
+class TE(FP8):
     """Transformer Engine."""
 
-    name = "TE"
+    backend = "TE"
     recipe: TERecipeKwargs
 
     def has_layers(self, model: nn.Module) -> bool:
         """Return whether *model* has layers of Transformer Engine."""
         return has_transformer_engine_layers(model)
 
-    def convert(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
+    def replaced(self, model: nn.Module, ctx: RunContext, request: Request) -> nn.Module:
         """Return *model* with layers of Transformer Engine, and the state dict that it had without them."""
         convert_model(model)
         if self.has_layers(model):
@@ -229,10 +230,11 @@ class TE(FP8Backend):
             )
         return model
 
-    def wrap(self, model: nn.Module) -> None:
-        """Put Transformer Engine's autocast around the forward of *model*."""
+    def wrap(self, model: nn.Module, device: torch.device, options: AutocastKwargs, *, compiled: bool = False) -> None:
+        """Put Transformer Engine's autocast around the forward of *model*, inside that of bfloat16."""
         if self.has_layers(model):
             apply_fp8_autowrap(model, self.recipe)
+        super().wrap(model, device, options, compiled=compiled)
 
 
 BACKEND = TE

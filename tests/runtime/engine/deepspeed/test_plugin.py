@@ -227,7 +227,7 @@ def test_sharded_construction_gets_a_configuration_without_auto():
 def test_several_plug_ins_have_names_and_the_first_is_in_force_until_another_is_selected():
     from orc.runtime import Accelerator, AcceleratorState
     from orc.runtime.core.errors import ContextError
-    from orc.runtime.engine.deepspeed.active import get_active_deepspeed_plugin
+    from orc.runtime.engine.deepspeed.plugins import get_active_deepspeed_plugin
 
     plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
     first = Accelerator(deepspeed_plugins=plugins, mixed_precision="bf16")

@@ -6,18 +6,18 @@ import pytest
 
 from orc.runtime import MegatronLMPlugin
 from orc.runtime.core.errors import ContextError
-from orc.runtime.engine.megatron import arithmetic, rules
+from orc.runtime.engine.megatron import rules
 
 
 def test_the_arithmetic_of_the_documentation():
-    assert arithmetic.layers_per_stage(24, 4) == 6
-    assert arithmetic.padded_vocabulary(50257, tp_degree=2) == 50257 + 175 == 50432
-    copies = arithmetic.data_parallel_size(4, tp_degree=2, pp_degree=2)
-    total = arithmetic.global_batch_size(24, 2, copies)
+    assert rules.layers_per_stage(24, 4) == 6
+    assert rules.padded_vocabulary(50257, tp_degree=2) == 50257 + 175 == 50432
+    copies = rules.data_parallel_size(4, tp_degree=2, pp_degree=2)
+    total = rules.global_batch_size(24, 2, copies)
     assert (copies, total) == (1, 48)
-    assert (arithmetic.steps_per_epoch(2318, total), 5 * arithmetic.steps_per_epoch(2318, total)) == (49, 245)
-    assert arithmetic.virtual_stages(24, 4, layers_per_virtual_stage=2) == 3
-    assert arithmetic.virtual_stages(24, 4, layers_per_virtual_stage=None) == 1
+    assert (rules.steps_per_epoch(2318, total), 5 * rules.steps_per_epoch(2318, total)) == (49, 245)
+    assert rules.virtual_stages(24, 4, layers_per_virtual_stage=2) == 3
+    assert rules.virtual_stages(24, 4, layers_per_virtual_stage=None) == 1
 
 
 def test_settings_come_from_arguments_then_the_environment_then_defaults(monkeypatch):

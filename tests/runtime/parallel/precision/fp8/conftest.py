@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from orc.runtime.parallel.precision.fp8.base import FP8Backend
+from orc.runtime.parallel.precision.fp8 import FP8
 
 
 def module(name, **content):
@@ -28,7 +28,7 @@ def module(name, **content):
 
 def compute_on_cpus(monkeypatch):
     """Let a double compute on the CPU, where the library would refuse to."""
-    monkeypatch.setattr(FP8Backend, "requires", lambda self, ctx: None)
+    monkeypatch.setattr(FP8, "requires", lambda self, ctx: None)
 
 
 @pytest.fixture
