@@ -9,11 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from orc.orchestrator.api.call import JobNotFound as JobNotFound
     from orc.orchestrator.client import Client as Client
     from orc.orchestrator.clients.asynchronous import AsyncServiceClient as AsyncServiceClient
     from orc.orchestrator.clients.connecting import connect as connect
     from orc.orchestrator.clients.connecting import connect_async as connect_async
-    from orc.orchestrator.clients.errors import JobNotFound as JobNotFound
     from orc.orchestrator.clients.service import ServiceClient as ServiceClient
     from orc.orchestrator.clients.surface import JobsClient as JobsClient
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsyncServiceClient": "clients.asynchronous",
     "Client": "client",
-    "JobNotFound": "clients.errors",
+    "JobNotFound": "api.call",
     "JobsClient": "clients.surface",
     "ServiceClient": "clients.service",
     "connect": "clients.connecting",

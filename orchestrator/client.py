@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from orc.launchers.errors import LaunchError, SpecError
+from orc.orchestrator.api.call import JobNotFound as JobNotFound
 from orc.orchestrator.api.session import LedgerSession
-from orc.orchestrator.clients.errors import JobNotFound as JobNotFound
 from orc.orchestrator.clients.surface import JobsClient
 from orc.orchestrator.engine.steps import silent
 from orc.orchestrator.ledger.lifecycle import JobState

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
+from orc.launchers.errors import BundleError, LaunchError
 from orc.orchestrator.views import decode
 
 P = ParamSpec("P")
@@ -22,6 +23,24 @@ PREFIX = "/api/v1"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 SLOW_S = 300.0  # of a call that does something at a cluster, which may have to be reached first
 _QUICK_S = 60.0
+
+
+class JobNotFound(LaunchError):
+    """No job, or more than one, answers to that name."""
+
+
+class GroupNotFound(LaunchError):
+    """No group, or more than one, answers to that name."""
+
+
+class NotAllowed(LaunchError):
+    """The user may not do that: another user's job, or a role without that right."""
+
+
+class SnapshotMissing(BundleError):
+    """The service lacks trees that a job is made of: they are uploaded, and the request is sent again."""
+
+    digests: tuple[str, ...] = ()
 
 
 class Bounds:

@@ -7,9 +7,20 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from orc.launchers.errors import SpecError
-from orc.orchestrator.api.call import Bounds, Digests, JobId, Key, Kind, Name, NewMember, Secrets, Text, call
+from orc.orchestrator.api.call import (
+    Bounds,
+    Digests,
+    JobId,
+    JobNotFound,
+    Key,
+    Kind,
+    Name,
+    NewMember,
+    Secrets,
+    Text,
+    call,
+)
 from orc.orchestrator.api.session import LedgerSession
-from orc.orchestrator.clients.errors import JobNotFound
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.store import JobFilter
 from orc.orchestrator.views import EventView, JobRow, JobView, View

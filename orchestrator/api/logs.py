@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from orc.launchers.attempts.records import LogChunk, LogSelector
 from orc.launchers.errors import BackendUnreachable, SpecError
-from orc.orchestrator.api.call import Bounds, JobId, Kind, call
+from orc.orchestrator.api.call import Bounds, JobId, JobNotFound, Kind, call
 from orc.orchestrator.api.session import LedgerSession
-from orc.orchestrator.clients.errors import JobNotFound
 from orc.orchestrator.views import View
 
 if TYPE_CHECKING:

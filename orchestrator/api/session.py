@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.api.call import Kind, Principal, without_places
-from orc.orchestrator.clients.errors import JobNotFound
+from orc.orchestrator.api.call import JobNotFound, Kind, Principal, without_places
 from orc.orchestrator.ledger.database import LedgerError
 from orc.orchestrator.ledger.store import Ledger
 from orc.orchestrator.views import JobView, decode, encode

@@ -27,8 +27,8 @@ from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import environment_of
 from orc.launchers.spec.groups import cycle, stages_before
 from orc.launchers.spec.relations import artefact
+from orc.orchestrator.api.call import NotAllowed, SnapshotMissing
 from orc.orchestrator.clients import groups
-from orc.orchestrator.clients.errors import NotAllowed, SnapshotMissing
 from orc.orchestrator.engine import schedules
 from orc.orchestrator.engine.attempt_inputs import changed, digests_left, stored_snapshot
 from orc.orchestrator.engine.job_source import check_script

@@ -15,14 +15,10 @@ from orc.launchers.errors import (
     RenderError,
     SpecError,
 )
-
-
-class JobNotFound(LaunchError):
-    """No job, or more than one, answers to that name."""
-
-
-class GroupNotFound(LaunchError):
-    """No group, or more than one, answers to that name."""
+from orc.orchestrator.api.call import GroupNotFound as GroupNotFound
+from orc.orchestrator.api.call import JobNotFound as JobNotFound
+from orc.orchestrator.api.call import NotAllowed as NotAllowed
+from orc.orchestrator.api.call import SnapshotMissing as SnapshotMissing
 
 
 class ServiceUnreachable(BackendUnreachable):
@@ -33,18 +29,8 @@ class NotLoggedIn(LaunchError):
     """The service refuses the token: there is none, it has expired, or it was revoked."""
 
 
-class NotAllowed(LaunchError):
-    """The user may not do that: another user's job, or a role without that right."""
-
-
 class NeedsLedger(LaunchError):
     """The command or method works on the ledger itself and cannot go through a service."""
-
-
-class SnapshotMissing(BundleError):
-    """The service lacks trees that a job is made of: they are uploaded, and the request is sent again."""
-
-    digests: tuple[str, ...] = ()
 
 
 _CLASSES: tuple[type[LaunchError], ...] = (

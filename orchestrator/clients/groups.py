@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.clients.errors import GroupNotFound
+from orc.orchestrator.api.call import GroupNotFound
 from orc.orchestrator.ledger import groups as table
 from orc.orchestrator.ledger.lifecycle import JobState
 from orc.orchestrator.ledger.store import JobFilter

@@ -10,8 +10,7 @@ from orc.launchers.errors import BundleError
 from orc.launchers.snapshot.manifest import SYMLINK
 from orc.launchers.transfer.wire import FIRST, LAST, Content, head_of, stream_of
 from orc.orchestrator.api.access import find_missing
-from orc.orchestrator.api.call import Digests
-from orc.orchestrator.clients.errors import SnapshotMissing
+from orc.orchestrator.api.call import Digests, SnapshotMissing
 from orc.orchestrator.clients.http_session import put_contents, put_tree
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from orc.orchestrator.api import access
 from orc.orchestrator.api.access import Me
-from orc.orchestrator.api.call import RIGHTS, SAFE_METHODS, Kind, Principal, Reader, shown_kinds
+from orc.orchestrator.api.call import RIGHTS, SAFE_METHODS, GroupNotFound, Kind, Principal, Reader, shown_kinds
 from orc.orchestrator.api.groups import Done
 from orc.orchestrator.client import Client, JobNotFound
-from orc.orchestrator.clients.errors import GroupNotFound
 from orc.orchestrator.ledger import groups, schedules
 from orc.orchestrator.service.context import Service, ServiceDep, service_of
 from orc.orchestrator.service.errors import ApiError

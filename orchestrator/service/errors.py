@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.clients.errors import SnapshotMissing, kind_of
+from orc.orchestrator.api.call import SnapshotMissing
+from orc.orchestrator.clients.errors import kind_of
 from orc.orchestrator.workspace import OutOfReach
 
 

@@ -11,11 +11,11 @@ import click
 
 from orc.launchers.errors import LaunchError, SpecError
 from orc.orchestrator.cli.invocation import EITHER_SPELLING, json_option
-from orc.orchestrator.cli.ui import questions
+from orc.orchestrator.cli.ui.display import can_ask
 from orc.orchestrator.cli.ui.output import echo, echo_json, echo_result, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from orc.launchers.accelerate.config_file import AccelerateConfig
     from orc.launchers.accelerate.convert import Conversion
@@ -68,11 +68,10 @@ def config_command(ctx: click.Context, config_file: Path | None, force: bool, as
         return
     from orc.launchers.accelerate.defaults import write_config
     from orc.launchers.accelerate.wizard import interview
-    from orc.orchestrator.cli.ui.questions import Prompts
 
     path, ask = _target(config_file), Prompts()
     if path.exists() and not force:
-        if not questions.can_ask():
+        if not can_ask():
             hint = "--force replaces it, --config-file FILE writes another, `orc config update` keeps its values"
             raise SpecError("the file exists already and was not changed", where=str(path), hint=hint)
         force = ask.confirm(f"{path} is there already. Replace it?")
@@ -84,6 +83,69 @@ def config_command(ctx: click.Context, config_file: Path | None, force: bool, as
     further = elsewhere or values.get("num_machines", 1) > 1
     after = f"next: orc config convert {path} --out DIR makes a job of it" if further else "next: orc launch SCRIPT"
     _written(path, values, as_json, after)
+
+
+_YES, _NO = ("yes", "y", "true", "1"), ("no", "n", "false", "0")
+
+
+class Prompts:
+    """Questions as lines on stderr, answers as lines of stdin; an empty one takes the default."""
+
+    def choose(self, question: str, choices: Sequence[str], default: str) -> str:
+        """Return one of *choices*, answered by its number, its name or the beginning of its name."""
+        listed = ", ".join(f"[{number}] {choice}" for number, choice in enumerate(choices))
+
+        def parse(text: str) -> str:
+            lowered = text.lower()
+            exact = [one for one in choices if one.lower() == lowered]
+            near = exact or [one for one in choices if one.lower().startswith(lowered)]
+            if len(near) == 1:
+                return near[0]
+            if text.isdecimal() and int(text) < len(choices):
+                return choices[int(text)]
+            raise ValueError(f"{text!r} is none of {', '.join(choices)}")
+
+        return str(self._ask(f"{question} ({listed}) [{default}]: ", default, parse))
+
+    def confirm(self, question: str, default: bool = False) -> bool:
+        """Return yes or no."""
+
+        def parse(text: str) -> bool:
+            if text.lower() in (*_YES, *_NO):
+                return text.lower() in _YES
+            raise ValueError(f"{text!r} is neither yes nor no")
+
+        return bool(self._ask(f"{question} [{'YES/no' if default else 'yes/NO'}]: ", default, parse))
+
+    def text(self, question: str, default: Any = None, parse: Callable[[str], Any] = str) -> Any:
+        """Return the parsed text, or *default* for an empty line; without a default there has to be one."""
+        return self._ask(f"{question} [{default}]: " if default is not None else f"{question} ", default, parse)
+
+    def say(self, text: str) -> None:
+        """Print a remark."""
+        echo(text, err=True)
+
+    def _ask(self, question: str, default: Any, parse: Callable[[str], Any]) -> Any:
+        while True:
+            echo(question, err=True, nl=False)
+            line = sys.stdin.readline()
+            if not sys.stdin.isatty():
+                echo(line.rstrip("\n"), err=True)  # so that the record of a run reads like a conversation
+            if not line:
+                raise _ended(question)
+            text = line.strip()
+            if not text and default is not None:
+                return parse(default) if isinstance(default, str) else default
+            try:
+                if not text:
+                    raise ValueError("an answer is needed")
+                return parse(text)
+            except ValueError as error:
+                echo(f"  {error}", err=True)
+
+
+def _ended(question: str) -> LaunchError:
+    return LaunchError(f"the answers end before the question: {question.strip()}")
 
 
 def main() -> NoReturn:

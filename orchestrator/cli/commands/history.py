@@ -13,8 +13,8 @@ import click
 
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.cli.invocation import AGE, cluster_option_for, json_option, open_ledger
-from orc.orchestrator.cli.ui import output, questions
-from orc.orchestrator.cli.ui.display import waiting
+from orc.orchestrator.cli.ui import output
+from orc.orchestrator.cli.ui.display import agree, waiting
 from orc.orchestrator.cli.ui.output import echo, echo_json_line, echo_result
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _agree(lines: list[str], where: str, *, yes: bool) -> None:
         program = next((f"{key} {spec[key]}" for key in ("script", "module", "command") if spec.get(key)), "?")
         echo(f"{each.what} {each.name}  {each.state}  of {each.owner}  runs {program}", err=True)
     if work and not yes:
-        questions.agree(f"go on with these {len(work)} here, with the rights of this account")
+        agree(f"go on with these {len(work)} here, with the rights of this account")
 
 
 _WHY = {

@@ -23,8 +23,8 @@ from orc.orchestrator.cli.invocation import (
     output_options,
     refresh_option,
 )
-from orc.orchestrator.cli.ui import jobtext, output, questions
-from orc.orchestrator.cli.ui.display import display, ring, waiting
+from orc.orchestrator.cli.ui import jobtext, output
+from orc.orchestrator.cli.ui.display import agree, display, ring, waiting
 from orc.orchestrator.cli.ui.output import ExitCode, echo, of_states, rendered
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def cancel_command(
             echo("no live job matches", err=True)
         elif not yes:
             echo("\n".join(jobtext.headline(client.job(job_id)) for job_id in ids), err=True)
-            questions.agree(f"cancel {len(ids)} job{'s' if len(ids) > 1 else ''}")
+            agree(f"cancel {len(ids)} job{'s' if len(ids) > 1 else ''}")
     else:
         ids = job_ids(client, jobs)
     unreached: dict[str, str] = {}

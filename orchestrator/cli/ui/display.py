@@ -1,5 +1,5 @@
 """Display of what the user waits for, on stderr: a live line on a terminal, one plain line per step elsewhere;
-and the bell when it is there."""
+the bell when it is there, and the questions before something large or final."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import click
 from orc.launchers.control_characters import escape_controls
 from orc.launchers.errors import SpecError
 from orc.launchers.findings import Finding
-from orc.orchestrator.cli.ui.output import clock, duration, echo, rendered, size, warn
+from orc.orchestrator.cli.ui.output import clock, confirm, duration, echo, rendered, size, warn
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -212,17 +212,33 @@ def submission_progress(*, silent: bool, yes: bool) -> Iterator[Callable[[str, M
 
 def _agree_to_size(values: Mapping[str, Any]) -> None:
     """Confirm that a large snapshot is meant. Raises `SpecError` where there is no terminal, and as `ask`."""
-    from orc.orchestrator.cli.ui import questions
-
     folders = ", ".join(f"{folder} ({size(count)})" for folder, count in values["folders"])
     what = f"the snapshot would hold {size(values['bytes'])} in {values['files']} files"
     what += f", more than {size(values['limit'])}"
     where = folders and f"largest folders: {folders}"
     hint = "name in .orcignore what the job does not need, or raise workdir.limit in the job file"
-    if not questions.can_ask():
+    if not can_ask():
         raise SpecError(what, where=where, hint=f"{hint}; --yes sends it as it is")
     warn(Finding("warning", what, where, hint))
-    questions.ask("take a snapshot of that size")
+    ask("take a snapshot of that size")
+
+
+def can_ask() -> bool:
+    """Return True when input and output are a terminal."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def agree(deed: str) -> None:
+    """Ask whether to do *deed*, as `ask`. Raises `click.UsageError` where orc cannot ask."""
+    if not can_ask():
+        raise click.UsageError(f"--yes is needed to {deed} where orc cannot ask", click.get_current_context())
+    ask(deed)
+
+
+def ask(deed: str) -> None:
+    """Return when the user agrees to *deed*, like ``cancel 3 jobs``; else raise `click.exceptions.Exit`, status 2."""
+    if not confirm(f"{deed}?"):
+        raise click.exceptions.Exit(2)
 
 
 _PATIENCE_S = 5.0

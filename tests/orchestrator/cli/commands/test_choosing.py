@@ -11,7 +11,7 @@ import yaml
 from orc.orchestrator.cli.commands import jobs as listing
 from orc.orchestrator.cli.foreign_verbs import HINTS
 from orc.orchestrator.cli.main import COMMANDS
-from orc.orchestrator.cli.ui import questions
+from orc.orchestrator.cli.ui import display
 from orc.orchestrator.views import JobRow
 
 from ..conftest import HELLO, Run
@@ -91,8 +91,8 @@ def test_cancel_takes_filters_shows_what_it_will_stop_and_wants_a_yes(
     assert "--yes is needed to cancel 1 job where orc cannot ask" in refused.err
     assert ids[1] in refused.err
     assert ids[0] not in refused.err
-    monkeypatch.setattr(questions, "can_ask", lambda: True)
-    monkeypatch.setattr(questions, "confirm", lambda question: False)
+    monkeypatch.setattr(display, "can_ask", lambda: True)
+    monkeypatch.setattr(display, "confirm", lambda question: False)
     assert orc("cancel", "--name", "b").code == 2
     assert orc("cancel", ids[0], "--name", "b").code == 2
     states = {row["id"]: row["state"] for row in orc("list", "--json").json["jobs"]}
