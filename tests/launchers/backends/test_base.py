@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from orc.launchers.backends.base import Backend, Handle, require_secrets
-from orc.launchers.backends.sagemaker import SagemakerBackend
 from orc.launchers.errors import BackendError
 from orc.launchers.ids import AttemptId
 from orc.launchers.plan import Plan
@@ -53,12 +52,6 @@ def test_stores_that_a_platform_does_not_have_are_refused_by_its_name_and_never_
         lunar.stores()
     with pytest.raises(BackendError, match="clusters of kind lunar have no snapshot stores"):
         lunar.stage(Snapshot(None, None))  # type: ignore[arg-type]
-
-
-def test_snapshots_in_an_object_store_are_no_stores_to_collect() -> None:
-    cluster = Cluster(name="aws", kind="sagemaker", options={"region": "us-east-1"})
-    with pytest.raises(BackendError, match="clusters of kind sagemaker have no snapshot stores"):
-        SagemakerBackend(cluster).stores()
 
 
 def test_logs_and_files_need_a_directory(lunar: Lunar) -> None:

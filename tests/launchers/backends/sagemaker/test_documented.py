@@ -15,7 +15,6 @@ from orc.launchers.spec import JobSpec
 from orc.launchers.spec.clusters import Cluster
 
 DOCS = Path(__file__).parents[4] / "docs"
-FIELDS = {**CLUSTER_KEYS, **JOB_KEYS}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,3 @@ def test_the_examples_of_the_how_to_can_be_sent(plan, tmp_path) -> None:
     channels = ast.literal_eval(next(word.value for word in call.keywords if word.arg == "inputs"))
     loaded = load_estimator(arguments, given, inputs=channels)
     assert read_settings(given, loaded.spec).use_spot_instances
-
-
-def test_every_setting_and_argument_has_one_place() -> None:
-    assert not set(FIELDS) & {*ALIASES, *ELSEWHERE, *REFUSED}

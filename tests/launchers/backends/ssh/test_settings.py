@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orc.launchers.backends import open_backend
-from orc.launchers.backends.ssh.settings import Host, parse_hostfile, read_job_options, read_settings
+from orc.launchers.backends.ssh.settings import parse_hostfile, read_job_options, read_settings
 from orc.launchers.errors import SpecError
 from orc.launchers.spec import load_job
 from orc.launchers.spec.clusters import Account, Cluster, get_cluster
@@ -180,28 +180,14 @@ def test_a_hostfile_adds_to_the_listed_hosts(settings, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ssh", "said"),
-    [
-        ({"host": ["a"]}, "digits: resources.options.ssh: unknown key 'host', did you mean 'hosts'?"),
-        ({"hosts": ["node-b"]}, "hosts: no host 'node-b' in the cluster; known are a, b, c"),
-        ({"exclude": "d"}, "exclude: no host 'd' in the cluster"),
-        ({"labels": ["a100"]}, "labels: no host has the label 'a100'; the cluster's hosts have no labels"),
-        ({"slots": 0}, "slots: must be at least 1, not 0"),
-    ],
-)
-def test_mistakes_in_a_jobs_options_are_named(settings, job, ssh: dict[str, object], said: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        read_job_options(job(ssh=ssh), settings())
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("options", "said"),
     [
         ("{host: [a]}", "job.yaml:5:11: unknown key 'host', did you mean 'hosts'?"),
         ("{slots: many}", "job.yaml:5:18: slots: expected a whole number, not 'many'"),
         ("{hosts: [a, bb]}", "job.yaml:5:22: hosts: no host 'bb' in the cluster, did you mean 'b'?"),
-        ("{labels: a100}", "job.yaml:5:19: labels: no host has the label 'a100'"),
+        ("{exclude: d}", "job.yaml:5:20: exclude: no host 'd' in the cluster; known are a, b, c"),
+        ("{labels: a100}", "job.yaml:5:19: labels: no host has the label 'a100'; the cluster's hosts have no labels"),
+        ("{slots: 0}", "job.yaml:5:18: slots: must be at least 1, not 0"),
     ],
 )
 def test_mistakes_in_a_job_files_options_are_named_with_their_place(
@@ -213,11 +199,6 @@ def test_mistakes_in_a_job_files_options_are_named_with_their_place(
     with pytest.raises(SpecError) as caught:
         read_job_options(load_job("job.yaml").spec, settings())
     assert str(caught.value).startswith(said)
-
-
-def test_a_host_survives_as_data() -> None:
-    host = Host.model_validate({"name": "a", "labels": "x", "slots": 2})
-    assert Host.model_validate(host.model_dump()) == host
 
 
 def test_what_makes_the_machines_that_an_attempt_is_sent_to() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from orc.launchers.backends.tpu.settings import JOB_KEYS, Options, for_job, read_settings
 from orc.launchers.errors import SpecError
@@ -125,20 +124,3 @@ def test_every_option_is_documented() -> None:
     for key in JOB_KEYS:
         (line,) = [line for line in text.splitlines() if line.startswith(f"| `{key}` |")]
         assert "| yes |" in line, line
-
-
-def test_options_survive_yaml(cluster: Make, tmp_path: Path) -> None:
-    options = {
-        "data_disks": [{"source": "projects/p/zones/us-central2-b/disks/d", "mode": "read_write"}],
-        "service_account": "tpu@demo-project.iam.gserviceaccount.com",
-        "startup_script": "#!/bin/sh\ntrue\n",
-        "valid_until": "6h",
-        "idle_timeout": "20m",
-    }
-    file = tmp_path / "clusters.yaml"
-    made = {"kind": "tpu", "options": {**cluster().options, **options}}
-    file.write_text(yaml.safe_dump({"pod": made}))
-    found = read_settings(load_clusters(file)["pod"]).options
-    assert (found.valid_until, found.idle_timeout, found.data_disks[0].mode) == (21600, 1200, "read_write")
-    assert found.service_account is not None
-    assert found.service_account.scopes == ("https://www.googleapis.com/auth/cloud-platform",)
