@@ -87,13 +87,15 @@ def test_ranks_that_a_launcher_starts_again_while_the_attempt_stops_do_not_run(s
     assert not (tmp_path / "ran").exists()
 
 
-def test_without_a_rank_it_says_what_is_missing():
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [(("rank", "--", "true"), "RANK and ORC_ATTEMPT_DIR"), (("rsh", "host", "true"), "agent: ORC_ATTEMPT_DIR")],
+)
+def test_outside_of_an_attempt_it_says_what_is_missing(words, missing):
     env = {name: value for name, value in os.environ.items() if not name.startswith(("ORC_", "RANK", "SLURM"))}
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", AGENT, "rank", "--", "true"], env=env, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-I", "-S", AGENT, *words], env=env, capture_output=True, text=True)
     assert done.returncode == 77
-    assert "RANK and ORC_ATTEMPT_DIR must be set" in done.stderr
+    assert f"{missing} must be set" in done.stderr
 
 
 # A launcher in miniature: starts its ranks, waits for the first failure, ends the others, and always exits with 1.

@@ -54,6 +54,11 @@ def test_every_command_keeps_the_users_words(kind: str) -> None:
     assert build_command(job(launcher=kind, args=list(words))).program == ("{python}", "train.py", *words)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_range_of_nodes_is_for_the_cluster_to_settle(kind: str) -> None:
+    build_command(job(launcher=kind, resources={"nodes": "2:4", "procs_per_node": 1 if kind == "ray" else 4}))
+
+
 @pytest.mark.parametrize(
     ("launcher", "place"),
     [

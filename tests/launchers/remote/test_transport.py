@@ -415,6 +415,12 @@ def test_files_are_read_by_range(there: There) -> None:
         there.transport.read("/proc/self/mem", limit=10)
 
 
+def test_large_files_are_written_and_read(there: There) -> None:
+    data = os.urandom(5_000_000)
+    there.transport.write(there.path("large"), data)
+    assert there.transport.read(there.path("large")) == data
+
+
 def test_many_files_are_read_and_those_that_are_missing_are_left_out(there: There) -> None:
     there.transport.write(there.path("a"), b"1")
     there.transport.write(there.path("c"), b"")
