@@ -241,7 +241,7 @@ HOMES: dict[str, str] = {
     "parse_flag_from_env": "core.patching",
     "PartialState": "state",
     "patch_environment": "core.patching",
-    "PipelineParallelConfig": "parallel.pp",
+    "PipelineParallelConfig": "parallel.pipeline",
     "PrecisionType": "compat.enums",
     "PrefixedDataset": "weights.offload",
     "prepare_data_loader": "data.prepare",

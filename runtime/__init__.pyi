@@ -215,8 +215,8 @@ from orc.runtime.parallel.fsdp_plugin import FullyShardedDataParallelPlugin as F
 from orc.runtime.parallel.fsdp_plugin import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from orc.runtime.parallel.fsdp_plugin import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from orc.runtime.parallel.fsdp_plugin import fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy
+from orc.runtime.parallel.pipeline import PipelineParallelConfig as PipelineParallelConfig
 from orc.runtime.parallel.pipeline import prepare_pippy as prepare_pippy
-from orc.runtime.parallel.pp import PipelineParallelConfig as PipelineParallelConfig
 from orc.runtime.parallel.precision import is_bf16_available as is_bf16_available
 from orc.runtime.parallel.precision.forward import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from orc.runtime.parallel.precision.fp8.ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao

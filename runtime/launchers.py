@@ -105,12 +105,12 @@ def notebook_launcher(
 
     with contextlib.ExitStack() as stack:
         if rdzv_backend == "static":
-            meet = _static(stack, master_addr, port, node_rank, num_nodes)
+            rendezvous = _static(stack, master_addr, port, node_rank, num_nodes)
         else:
             endpoint = rdzv_endpoint or f"{master_addr}:{port}"
-            meet = _elastic(rdzv_backend, endpoint, rdzv_id, num_nodes, {"rank": node_rank, **(rdzv_conf or {})})
+            rendezvous = _elastic(rdzv_backend, endpoint, rdzv_id, num_nodes, {"rank": node_rank, **(rdzv_conf or {})})
         for restart in range(max_restarts + 1):
-            variables, first = meet(count)
+            variables, first = rendezvous(count)
             for own in variables:
                 own.update(settings, TORCHELASTIC_RESTART_COUNT=str(restart))
             try:
@@ -163,11 +163,12 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 
 # ---- where ranks meet
 
-Meeting = Callable[[int], tuple[Variables, int]]  # of so many ranks of this node: their variables, the first's number
+# Of so many ranks of this node: their variables, and the number of the first.
+Rendezvous = Callable[[int], tuple[Variables, int]]
 
 
-def _static(stack: contextlib.ExitStack, address: str, port: int, node_rank: int, num_nodes: int) -> Meeting:
-    """Return the meeting at an address that is given in advance."""
+def _static(stack: contextlib.ExitStack, address: str, port: int, node_rank: int, num_nodes: int) -> Rendezvous:
+    """Return the rendezvous at an address that is given in advance."""
     from orc.runtime.launch import ranks
 
     if num_nodes == 1:
@@ -175,8 +176,8 @@ def _static(stack: contextlib.ExitStack, address: str, port: int, node_rank: int
     return lambda count: _of_node(node_rank, num_nodes, count, address, port)
 
 
-def _elastic(backend: str, endpoint: str, run: str, num_nodes: int, conf: Mapping[str, Any]) -> Meeting:
-    """Return the meeting that torch.distributed.elastic arranges, anew for each start, and which counts the nodes."""
+def _elastic(backend: str, endpoint: str, run: str, num_nodes: int, conf: Mapping[str, Any]) -> Rendezvous:
+    """Return the rendezvous that torch.distributed.elastic arranges anew for each start; it counts the nodes."""
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -188,7 +189,7 @@ def _elastic(backend: str, endpoint: str, run: str, num_nodes: int, conf: Mappin
     except ValueError as error:
         raise ValueError(f"rdzv_backend={backend!r}: {error}") from None
 
-    def meet(count: int) -> tuple[Variables, int]:
+    def rendezvous(count: int) -> tuple[Variables, int]:
         try:
             info = handler.next_rendezvous()
         except RendezvousError as error:
@@ -197,7 +198,7 @@ def _elastic(backend: str, endpoint: str, run: str, num_nodes: int, conf: Mappin
         assert place is not None
         return _of_node(info.rank, info.world_size, count, place.master_addr, place.master_port)
 
-    return meet
+    return rendezvous
 
 
 def _of_node(node: int, nodes: int, count: int, address: str, port: int) -> tuple[Variables, int]:

@@ -17,9 +17,8 @@ from orc.runtime.core.context import RunContext
 from orc.runtime.core.errors import OrcRuntimeError
 from orc.runtime.core.store import StoreError
 from orc.runtime.parallel.partition import Partition, set_partition
-from orc.runtime.parallel.pipeline import check_alike, gather_or_raise
+from orc.runtime.parallel.pipeline import PipelineParallelConfig, check_alike, gather_or_raise
 from orc.runtime.parallel.pipeline_training import Cut, StageForward
-from orc.runtime.parallel.pp import PipelineParallelConfig
 from orc.runtime.parallel.precision.forward import AutocastForward
 from orc.runtime.parallel.replacements import move, named_parameters
 

@@ -16,8 +16,7 @@ from torch import Tensor, fx, nn
 from orc.runtime.core.context import RunContext
 from orc.runtime.parallel.call_form import CallForm
 from orc.runtime.parallel.partition import Partition, keep_only
-from orc.runtime.parallel.pipeline import refuse
-from orc.runtime.parallel.pp import PipelineParallelConfig
+from orc.runtime.parallel.pipeline import PipelineParallelConfig, refuse
 from orc.runtime.parallel.precision.forward import unwrap_forward
 from orc.runtime.parallel.replacements import named_parameters, note_stages
 from orc.runtime.parallel.stages import Traced, outputs_of, trace
