@@ -194,7 +194,8 @@ class Save:
             CheckpointError: a rank could not; nothing has changed.
         """
         with self._undone():
-            self._commit(barrier, self._files(barrier, writers))
+            files, error = self._files(barrier, writers)
+            self._commit(barrier, files, error)
 
     def _files(self, barrier: Barrier, writers: int) -> tuple[dict[str, FileRecord], str | None]:
         """Write the files; return those of this site, and what has failed since the ranks agreed on theirs."""
@@ -230,9 +231,9 @@ class Save:
             error = error or failed
         return files, error
 
-    def _commit(self, barrier: Barrier, written: tuple[dict[str, FileRecord], str | None]) -> None:
-        """Make the files that were *written* a checkpoint, unless something has failed anywhere."""
-        (files, error), destination, request, progress = written, self.destination, self.request, self.request.progress
+    def _commit(self, barrier: Barrier, files: dict[str, FileRecord], error: str | None) -> None:
+        """Make *files* a checkpoint, unless something has failed anywhere."""
+        destination, request, progress = self.destination, self.request, self.request.progress
         manifest = Manifest(
             self.id,
             progress.step,

@@ -1,4 +1,4 @@
-"""Pipelines: what one is asked for in training, and one for inference.
+"""The options of a pipeline that trains, and the pipeline for inference.
 
 Each process runs a stage of the model, on one micro-batch after the other.
 """

@@ -90,6 +90,7 @@ def into_stages(model: nn.Module, config: PipelineParallelConfig, ctx: RunContex
         OrcRuntimeError: the model cannot be traced, or another process failed. On every process.
     """
     autocast = model.forward if isinstance(model.forward, AutocastForward) else None
+    ctx.topology.group("pp")  # the first call makes it, together with all: before what can fail on one process
     cut: Cut | None = None
     error: Exception | None = None
     try:

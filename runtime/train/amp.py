@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from orc.runtime.core.config import PRECISIONS
 from orc.runtime.core.context import current_context
 from orc.runtime.core.enums import DistributedType
 from orc.runtime.core.handlers import AutocastKwargs
@@ -25,7 +26,7 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return nullcontext()
     ctx = current_context()
-    return precision_for(ctx.config.mixed_precision).autocast(ctx.device, autocast_kwargs)
+    return precision_for(PRECISIONS[ctx.config.mixed_precision] or "no").autocast(ctx.device, autocast_kwargs)
 
 
 def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwargs: Any) -> torch.amp.GradScaler:

@@ -62,7 +62,8 @@ def save_model(
     """
     from orc.runtime.weights.quantization.scheme import refuse_to_save
 
-    limit = convert_file_size_to_int(max_shard_size)
+    size = max_shard_size.upper() if isinstance(max_shard_size, str) else max_shard_size  # bytes, never bits
+    limit = convert_file_size_to_int(size)
     if not limit:
         raise ValueError(f"max_shard_size={max_shard_size!r}: a file has at least one byte")
     directory = Path(save_directory)

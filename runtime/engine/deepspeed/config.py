@@ -54,7 +54,7 @@ class HfDeepSpeedConfig:
         unknown = [key for key in self.config if key not in KNOWN and not str(key).startswith("_")]
         if unknown:
             near = [f"{key!r}{nearest(str(key), KNOWN)}" for key in unknown]
-            raise ValueError(f"the DeepSpeed configuration has keys that DeepSpeed does not know: {', '.join(near)}")
+            raise ValueError(f"the DeepSpeed configuration has keys that DeepSpeed does not know: {'; '.join(near)}")
         for section in ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler"):
             if not isinstance(self.config.get(section, {}), dict):
                 raise ValueError(f"the DeepSpeed configuration's {section} is {self.config[section]!r}, not a section")

@@ -192,9 +192,11 @@ def test_a_bar_without_tqdm_says_what_to_install(monkeypatch):
         tqdm(range(3))
 
 
-def test_autocast_and_scaler_of_the_current_settings():
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_autocast_and_scaler_of_the_current_settings(precision, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")  # autocast needs no library of fp8
     ctx = RunContext.fake()
-    ctx.configure({"mixed_precision": "bf16"})
+    ctx.configure({"mixed_precision": precision})
     with use_context(ctx):
         with get_mixed_precision_context_manager(native_amp=True):
             assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == torch.bfloat16

@@ -298,6 +298,8 @@ def test_two_copies_of_two_stages_learn_from_all_batches(run_ranks):
         generator = torch.Generator().manual_seed(1)
         samples = torch.randint(0, 16, (16, 2, 5), generator=generator)
         accelerator = accelerator_for(2, replicate=2, example_args=(samples[:4, 0],))
+        with pytest.raises((ValueError, RuntimeError), match=r"is on the meta device"):  # on one process alone
+            accelerator.prepare(Net().to("meta" if accelerator.process_index == 3 else "cpu"))
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         loader = torch.utils.data.DataLoader(samples, batch_size=4)
