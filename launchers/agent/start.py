@@ -282,7 +282,7 @@ def in_background(work: Callable[[Callable[[bytes], None]], int]) -> bytes:
         os.setsid()
         os.chdir("/")
         status = work(tell)
-    except (LaunchFailure, OSError) as error:
+    except LaunchFailure as error:
         log_stderr(str(error))
     except BaseException:
         import traceback

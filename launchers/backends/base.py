@@ -388,7 +388,8 @@ def refuse_range(job: JobSpec, why: str) -> None:
     """Raise `RenderError` for a job with a range of nodes; *why* there is one number of them."""
     if job.resources.min_nodes != job.resources.max_nodes:
         what = f"resources.nodes = {job.resources.nodes}: {why}"
-        raise RenderError(what, where=job.name, hint=f"Write nodes: {job.resources.max_nodes}.")
+        least, most = job.resources.min_nodes, job.resources.max_nodes
+        raise RenderError(what, where=job.name, hint=f"Write nodes: {least}, or {most}, or a number between them.")
 
 
 def require_secrets(plan: Plan, secrets: Mapping[str, str]) -> dict[str, str]:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from click.shell_completion import CompletionItem
 
-from orc.launchers.plugins import BACKENDS, COMMANDS
-from orc.launchers.spec.job import JobSpec
-from orc.launchers.spec.load import known_keys
-from orc.launchers.spec.options import field_at, section_at
-from orc.runtime.core.config import JOB_DOCS, KEYS
+# The models are imported where they are asked: `join_assignments` comes before each completion of a line with ``=``.
 
 
 def complete(incomplete: str) -> list[CompletionItem]:
@@ -28,6 +24,9 @@ def complete(incomplete: str) -> list[CompletionItem]:
 
 def _keys(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield the keys below *path*: ``resources.`` for a section, ``name=`` for a value."""
+    from orc.launchers.spec.load import known_keys
+    from orc.runtime.core.config import JOB_DOCS
+
     prefix = "".join(f"{part}." for part in path)
     if path[:2] == ("resources", "options"):
         yield from _backend_options(prefix, path[2:])
@@ -41,6 +40,7 @@ def _keys(path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 def _backend_options(prefix: str, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield the kinds of clusters, or the options that a job has for one of them."""
     from orc.launchers.backends import backend_class
+    from orc.launchers.plugins import BACKENDS
 
     if not path:
         yield from ((f"{prefix}{kind}.", "") for kind in BACKENDS.kinds())
@@ -49,6 +49,9 @@ def _backend_options(prefix: str, path: tuple[str, ...]) -> Iterator[tuple[str, 
 
 
 def _field(path: tuple[str, ...]) -> Any:
+    from orc.launchers.spec.job import JobSpec
+    from orc.launchers.spec.options import field_at, section_at
+
     section = section_at(JobSpec, path[:-1])
     return field_at(section, path[-1]) if section else None
 
@@ -64,8 +67,15 @@ def _is_mapping(path: tuple[str, ...]) -> bool:
 
 
 def _values(path: tuple[str, ...]) -> Sequence[str]:
-    if path in _LISTED:
-        return _LISTED[path]()
+    from orc.launchers.plugins import COMMANDS
+    from orc.runtime.core.config import KEYS
+
+    if path == ("cluster",):
+        return _clusters()
+    if path in (("launcher",), ("launcher", "kind")):
+        return COMMANDS.kinds()
+    if path == ("environment",):
+        return ["none", "copy"]
     if path[:1] == ("runtime",) and len(path) == 2 and path[1] in KEYS:
         return _few(KEYS[path[1]].parse)
     field = _field(path)
@@ -99,14 +109,6 @@ def _clusters() -> list[str]:
     from orc.launchers.spec.clusters import read_clusters
 
     return list(read_clusters()[0])
-
-
-_LISTED: Mapping[tuple[str, ...], Callable[[], Sequence[str]]] = {
-    ("cluster",): _clusters,
-    ("launcher",): COMMANDS.kinds,
-    ("launcher", "kind"): COMMANDS.kinds,
-    ("environment",): lambda: ["none", "copy"],
-}
 
 
 # Set while a value behind ``KEY=`` is completed: bash replaces the value alone, so the key must not be offered again.

@@ -147,10 +147,11 @@ class LazyGroup(click.Group):
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from orc.orchestrator.cli.commands.env import installed
+        from importlib.metadata import version
+
         from orc.orchestrator.cli.ui.output import echo
 
-        echo(f"orc {installed('orc-launch')}")
+        echo(f"orc {version('orc-launch')}")
         ctx.exit()
 
 

@@ -53,7 +53,7 @@ def _check_cancelled(session: LedgerSession, ids: Sequence[str], report: PassRep
 
 def request(session: LedgerSession, job_id: str, grace_s: float) -> None:
     """Write down that a job is to be cancelled; passes do it."""
-    from orc.orchestrator.engine.submission import note_cancelled
+    from orc.orchestrator.engine.job_copies import note_cancelled
 
     while True:
         try:

@@ -1,6 +1,6 @@
 """Adoption of jobs that a ledger has lost, which was deleted or restored from an old backup.
 
-What they are made from lies in the copies of the state directory (`orc.orchestrator.engine.submission.unknown`), what
+What they are made from lies in the copies of the state directory (`orc.orchestrator.engine.job_copies.unknown`), what
 became of their attempts is asked of their clusters, where everything carries their markers.
 """
 
@@ -19,7 +19,7 @@ from orc.orchestrator.ledger.records import JobRecord, NewJob
 if TYPE_CHECKING:
     from orc.launchers.backends.base import Handle, Placement
     from orc.launchers.spec import JobSpec
-    from orc.orchestrator.engine.submission import SavedJob
+    from orc.orchestrator.engine.job_copies import SavedJob
     from orc.orchestrator.ledger.records import Destination
     from orc.orchestrator.ledger.transaction import Transaction
     from orc.orchestrator.workspace import Workspace

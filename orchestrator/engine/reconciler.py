@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from orc.launchers.errors import LaunchError
 from orc.orchestrator.engine import admission, job_secrets, orphans, schedules, updates
 from orc.orchestrator.engine.dispatch import dispatch, places_jobs
+from orc.orchestrator.engine.job_copies import note_cancelled
 from orc.orchestrator.engine.observing import Urgency, poll_all
 from orc.orchestrator.engine.steps import PassReport, write_all
-from orc.orchestrator.engine.submission import note_cancelled
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, Event, JobState, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import Workspace

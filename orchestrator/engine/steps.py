@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orc.launchers.errors import LaunchError
-from orc.orchestrator.engine import job_secrets
 from orc.orchestrator.ledger.lifecycle import Event, Kind
 from orc.orchestrator.ledger.records import JobRecord, JobUpdate
 from orc.orchestrator.workspace import OutOfReach, Workspace
@@ -109,6 +108,8 @@ def write_all(ws: Workspace, changes: Iterable[tuple[JobRecord, JobUpdate]]) -> 
 
 
 def _forget_secrets(ws: Workspace, jobs: Iterable[JobRecord]) -> None:
+    from orc.orchestrator.engine import job_secrets  # what only reads imports this module too
+
     for job in jobs:
         if job.state.terminal:
             job_secrets.remove(ws.state_dir, job.id)

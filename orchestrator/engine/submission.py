@@ -6,20 +6,17 @@ finish the work (docs/explanation/exactly-once.md).
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.errors import SpecError
-from orc.launchers.ids import JOB_ID, AttemptId, new_job_id
+from orc.launchers.ids import AttemptId, new_job_id
 from orc.launchers.secrets import resolve_secrets
-from orc.launchers.strict_modes import make_private
 from orc.orchestrator.engine import attempt_inputs, delivery, dispatch, job_secrets
 from orc.orchestrator.engine.admission import required, waiting_reason
+from orc.orchestrator.engine.job_copies import keep_copy
 from orc.orchestrator.engine.placement import RenderedPlan, render_anywhere
 from orc.orchestrator.engine.steps import PassReport, Progress, fault_point, silent
 from orc.orchestrator.engine.updates import deadline_at
@@ -271,64 +268,3 @@ def as_member(spec: JobSpec, group: GroupRecord) -> JobSpec:
     if group.kind in ("sweep", "array"):
         changes["env"] = {**spec.env, "ORC_ARRAY_JOB_ID": group.id}
     return spec.model_copy(update=changes)
-
-
-# -- copies of new jobs in the state directory, for when the ledger is lost
-
-_CANCELLED = "job.cancelled"
-
-
-@dataclass(frozen=True)
-class SavedJob:
-    """A job as its directory has it."""
-
-    job: NewJob
-    created_at: float  # seconds since the epoch
-    cancelled: bool  # or to be cancelled
-
-
-def keep_copy(state_dir: Path, job: NewJob, created_at: float) -> None:
-    """Write what `unknown` reads: for the day when the ledger is lost: its failure is no failure of the submission."""
-    path = _copy(state_dir, job.id)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        make_private(path.parent)
-        flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
-            file.write(json.dumps({"created_at": created_at, "job": vars(job)}))
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-
-
-def note_cancelled(state_dir: Path, job_id: str) -> None:
-    """Remember that the job is not to run again, as `keep_copy` remembers the job."""
-    with contextlib.suppress(OSError):
-        _copy(state_dir, job_id).with_name(_CANCELLED).touch(mode=0o600)
-
-
-def unknown(ws: Workspace) -> list[SavedJob]:
-    """Return the jobs of the state directory that the ledger has lost, oldest first; not those that were pruned."""
-    from orc.orchestrator.ledger.prune import was_pruned
-
-    kept = {found.job.id: found for found in _kept(ws.state_dir)}
-    known = {record.id for record in ws.ledger.jobs(list(kept))}
-    with ws.ledger.database.read() as connection:
-        known |= was_pruned(connection, list(kept))
-    return sorted((found for job, found in kept.items() if job not in known), key=lambda found: found.created_at)
-
-
-def _kept(state_dir: Path) -> Iterator[SavedJob]:
-    for path in state_dir.glob("jobs/*/job.json"):
-        try:
-            data: dict[str, Any] = json.loads(path.read_bytes())
-            cancelled = path.with_name(_CANCELLED).exists()
-            found = SavedJob(NewJob(**data["job"]), float(data["created_at"]), cancelled)
-        except (OSError, ValueError, TypeError, KeyError):
-            continue  # not written by us, or by another version of orc
-        if JOB_ID.fullmatch(found.job.id) and found.job.id == path.parent.name:
-            yield found
-
-
-def _copy(state_dir: Path, job_id: str) -> Path:
-    return state_dir / "jobs" / job_id / "job.json"

@@ -175,7 +175,8 @@ def _lock(connection: sa.Connection) -> None:
 def _failed(engine: sa.Engine, error: SQLAlchemyError) -> LedgerError:
     # The statement and its parameters stay out of the message: they are long and not for users.
     reason, hint = str(getattr(error, "orig", None) or error).strip().splitlines()[0], ""
-    if isinstance(error, OperationalError):  # not there, starting, stopping, cut, or a lock was held for too long
+    # A server that is not there, starting, stopping or cut off, or where a lock was held for too long.
+    if engine.dialect.name != "sqlite" and isinstance(error, OperationalError):
         hint = "nothing was half written; the same works again once the server answers: see its log if it does not"
     where = engine.url.render_as_string(hide_password=True)
     return LedgerError(f"cannot use the ledger: {reason}", where=where, hint=hint)

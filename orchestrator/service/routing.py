@@ -35,7 +35,7 @@ def add_routes(router: APIRouter, calls: Sequence[Call[Any, Any]]) -> None:
             methods=[call.method],
             response_model=call.result,
             status_code=call.status,
-            tags=[call.function.__module__.rpartition(".")[2]],
+            tags=[call.path.split("/")[1]],
         )
 
 

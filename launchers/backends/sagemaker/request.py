@@ -241,14 +241,14 @@ def _contradictions(job: JobSpec, settings: Settings, instance: Instance) -> Ite
     own, most = job.resources.time_s, settings.max_run
     if own is not None and most is not None and most < own:
         yield f"resources.time = {own} seconds, but max_run = {most}", "Leave one of them out."
-    name, longest = ("resources.time", own) if own is not None else ("max_run", most or 0)
+    name, longest = max(("resources.time", own or 0), ("max_run", most or 0), key=lambda limit: limit[1])
     if longest > MAX_RUN_S:
         what = f"{name} = {longest} seconds: SageMaker trains {MAX_RUN_S} seconds (28 days) at most"
         yield what, "Write 28d or less, and `timeout` in retry.on for more than that."
     if settings.max_wait is not None and not settings.use_spot_instances:
         hint = "Write use_spot_instances: true as well, or leave max_wait out."
         yield "max_wait is for spot instances alone", hint
-    if (settings.max_wait or MAX_RUN_S) < (run := _run_s(job, settings)):
+    if settings.max_wait is not None and settings.max_wait < (run := _run_s(job, settings)):
         what = f"max_wait = {settings.max_wait} seconds is less than the {run} seconds that the job may train"
         hint = "max_wait is the time for waiting and training together; set max_run (or resources.time) as well."
         yield what, hint

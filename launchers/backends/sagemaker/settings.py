@@ -84,9 +84,12 @@ def _key(default: Any, becomes: str, doc: str) -> Any:
     return Field(default, description=doc, json_schema_extra={"becomes": becomes})
 
 
+class _Member(str):
+    """Member of the request, in backticks, that the value of a key is as it is."""
+
+
 def _member(default: Any, member: str, doc: str) -> Any:
-    """Key whose value is that member of the request, as it is."""
-    return Field(default, description=doc, json_schema_extra={"becomes": f"`{member}`", "member": member})
+    return _key(default, _Member(f"`{member}`"), doc)
 
 
 class ClusterSettings(FrozenModel):
@@ -246,9 +249,9 @@ JOB_KEYS: Mapping[str, FieldInfo] = JobOptions.model_fields  # that clusters and
 
 def members(settings: Settings) -> dict[str, Any]:
     """Return the members of the request that are settings as they are."""
-    extras = {name: field.json_schema_extra for name, field in JOB_KEYS.items()}
-    own = {name: extra["member"] for name, extra in extras.items() if isinstance(extra, dict) and "member" in extra}
-    return sections.placed({str(member): getattr(settings, name) for name, member in own.items()})
+    becomes = {name: dict(field.json_schema_extra)["becomes"] for name, field in JOB_KEYS.items()}  # type: ignore[arg-type]
+    own = {name: member.strip("`") for name, member in becomes.items() if isinstance(member, _Member)}
+    return sections.placed({member: getattr(settings, name) for name, member in own.items()})
 
 
 def known_names() -> list[str]:

@@ -388,7 +388,8 @@ class TpuBackend(Backend):
             return
         own = TpuLocation.parse(handle.native_id).is_made_for(handle.marker)
         if isinstance(step, Node):
-            if own and not local.started and self._poll_workers(handle, step).phase.ended:
+            ended = own and not local.started and self._poll_workers(handle, step).phase.ended
+            if ended and not local.started:  # the look notes agents that it finds
                 return
             if local.started or not own:
                 self._pods.on(step).cancel([handle], grace)

@@ -197,7 +197,7 @@ def _state() -> Iterator[Check]:
 
 def _ledger() -> Iterator[Check]:
     from orc.orchestrator.client import Client
-    from orc.orchestrator.engine.submission import unknown
+    from orc.orchestrator.engine.job_copies import unknown
 
     with Client() as client:
         jobs = client.jobs(limit=None)

@@ -250,7 +250,7 @@ def adopt_command(dry_run: bool, as_json: bool) -> int:
     replaced by an old backup. Exit status 1 when a cluster could not be asked.
     """
     from orc.orchestrator.engine import adoption
-    from orc.orchestrator.engine.submission import unknown
+    from orc.orchestrator.engine.job_copies import unknown
 
     client = open_ledger()
     ws = client.workspace

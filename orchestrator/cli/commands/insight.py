@@ -16,7 +16,6 @@ from orc.orchestrator.cli.ui.display import waiting
 from orc.orchestrator.cli.ui.jobtext import first_line
 from orc.orchestrator.cli.ui.output import clock, duration, echo
 from orc.orchestrator.ledger.lifecycle import Kind
-from orc.orchestrator.views import encode
 
 if TYPE_CHECKING:
     from orc.launchers.backends.base import QueueReport
@@ -264,6 +263,8 @@ def queue_command(cluster: str | None, form: str | None) -> int:
 
     Exit status 1 when a cluster did not answer; the others are shown.
     """
+    from orc.orchestrator.views import encode
+
     client = open_client()
     names, errors = ([cluster], {}) if cluster is not None else client.queueing_clusters()
     if not names and not errors:

@@ -73,7 +73,7 @@ def list_command(wanted: Mapping[str, Any], limit: int, watching: bool, refresh:
     if not rows and form not in ("json", "yaml"):
         echo("no jobs", err=True)
         from orc.orchestrator.client import Client
-        from orc.orchestrator.engine.submission import unknown
+        from orc.orchestrator.engine.job_copies import unknown
 
         if isinstance(client, Client) and (lost := unknown(client.workspace)):
             echo(f"jobs here that the ledger does not know: {len(lost)}; `orc adopt` restores them", err=True)

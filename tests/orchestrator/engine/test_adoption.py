@@ -8,7 +8,7 @@ from fake_backend import FakeBackend
 from orc.launchers.backends.base import Phase
 from orc.orchestrator.client import Client
 from orc.orchestrator.engine.adoption import AdoptionResult, adopt
-from orc.orchestrator.engine.submission import unknown
+from orc.orchestrator.engine.job_copies import unknown
 from orc.orchestrator.ledger.prune import PruneRule, prune
 from orc.orchestrator.ledger.records import Reservation
 
