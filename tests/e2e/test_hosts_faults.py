@@ -1,7 +1,7 @@
 """Whatever breaks on the way from a laptop to bare hosts: the training ends with the weights it would have had.
 
 Each test measures how long it took until the fault was noticed and until the training went on, by the machine's clock;
-``--junitxml FILE`` keeps the numbers (docs/explanation/steps.md).
+``--junitxml FILE`` keeps the numbers (docs/explanation/faults.md).
 """
 
 from __future__ import annotations

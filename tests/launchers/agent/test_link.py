@@ -385,3 +385,10 @@ def test_addresses_are_those_of_the_kernel():
         "fe80::1",
         "10.0.0.1",
     ]
+
+
+def test_a_node_that_never_joins_is_a_node_failure(linked):
+    both = linked("print('never')", startup_timeout_s=0.5, peer_timeout_s=1.0)
+    both.start(0)
+    both.until_over(0)
+    assert "node 1 did not start within 0.5 s or cannot reach this one" in both.exit(0)["reason"]

@@ -12,6 +12,7 @@ from orc.launchers.commands.base import NodeCommand
 
 C10D = {
     "rdzv_backend": "c10d",
+    "role": "trainer",
     "max_restarts": 3,
     "monitor_interval": 1,
     "virtual_local_rank": True,
@@ -44,6 +45,7 @@ LAUNCHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepspeed-slurm": ("deepspeed", {"launcher": "slurm", "log_level": "warning"}),
     "deepspeed-local-rank": ("deepspeed", {"local_rank": True, "bind_cores_to_rank": True, "bind_core_list": "0-3,7"}),
     "deepspeed-pdsh": ("deepspeed", {"launcher": "pdsh", "include": "node1@node2:0,2", "launcher_args": ["-u", "5 0"]}),
+    "deepspeed-exclude": ("deepspeed", {"launcher": "pdsh", "exclude": "node3"}),
     "deepspeed-openmpi": ("deepspeed", {"launcher": "openmpi", "launcher_args": ["--mca", "a", "b c"]}),
     "deepspeed-mpich": ("deepspeed", {"launcher": "mpich"}),
     "deepspeed-impi": ("deepspeed", {"launcher": "impi"}),

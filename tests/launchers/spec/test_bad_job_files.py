@@ -65,9 +65,17 @@ WRONG = {
         "resources:\n  procs_per_node: 1.5",
         "job.yaml:4:19: resources.procs_per_node: expected a whole number, not 1.5",
     ),
+    "truth for a number": (
+        "resources:\n  procs_per_node: true",
+        "job.yaml:4:19: resources.procs_per_node: expected a whole number, not true",
+    ),
     "more processes than any machine has": (
         "resources:\n  procs_per_node: 1000000",
         "job.yaml:4:19: resources.procs_per_node: must be at most 4096, not 1000000",
+    ),
+    "negative GPUs": (
+        "resources:\n  gpus_per_node: -1",
+        "job.yaml:4:18: resources.gpus_per_node: must be at least 0, not -1",
     ),
     "memory without unit": (
         "resources: {memory: 16}",
@@ -78,6 +86,7 @@ WRONG = {
         "job.yaml:3:19: resources.time: '1:30' may mean hours:minutes or minutes:seconds; write 1:30:00 or use units"
         " such as 90m",
     ),
+    "no time": ("resources: {time: 0}", "job.yaml:3:19: resources.time: a time limit is at least one second"),
     "time in words": (
         "resources: {time: soon}",
         "job.yaml:3:19: resources.time: 'soon' is not a duration; write seconds, units such as 90m, 2h, 1h30m, or"
@@ -178,6 +187,14 @@ WRONG = {
         "job.yaml:3:10: workdir.path: must not be empty; the directory of the job file is .",
     ),
     "mapping of setup lines": ("setup: {a: 1}", "job.yaml:3:8: setup: expected shell lines: one text or a list"),
+    "too many attempts": (
+        "retry: {max_attempts: 1001}",
+        "job.yaml:3:23: retry.max_attempts: must be at most 1000, not 1001",
+    ),
+    "truth for a choice": (
+        "checkpoint: {resume: true}",
+        "job.yaml:3:22: checkpoint.resume: expected 'auto' or 'never', not true",
+    ),
     "nothing for a number": (
         "resources: {gpus_per_node: ~}",
         "job.yaml:3:28: resources.gpus_per_node: expected a whole number, not empty (null)",
@@ -237,6 +254,7 @@ WRONG_PROGRAM = {
         "job.yaml:2:10: command: starts torchrun inside torchrun, which starts the ranks already; give `script`, or"
         " `launcher: python`",
     ),
+    "blank command": ("name: x\ncommand: ' '", "job.yaml:2:10: command: must not be empty"),
     "empty command": ("name: x\ncommand: []", "job.yaml:2:10: command: expected a program and its arguments"),
     "list in a command": ("name: x\ncommand: [a, [b]]", "job.yaml:2:14: command[1]: expected one value, not a list"),
     "number as command": (
@@ -292,6 +310,10 @@ NO_YAML = {
     "duplicate key": (
         b"name: x\nscript: a\nname: y\n",
         "job.yaml:3:1: duplicate key 'name'\n  it is first given at job.yaml:1:1",
+    ),
+    "duplicate key in a section": (
+        b"env:\n  A: 1\n  A: 2\n",
+        "job.yaml:3:3: duplicate key 'A'\n  it is first given at job.yaml:2:3",
     ),
     "list as key": (b"? [a]\n: b\n", "job.yaml:1:3: a key must be a plain text"),
     "merge of a text": (b"<<: a\n", "job.yaml:1:5: << merges mappings only"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from orc.launchers.ids import JOB_ID, new_job_id
 from orc.launchers.spec import JobSpec, Launcher, Resources, load_job
@@ -220,3 +220,14 @@ def test_every_accepted_name_makes_a_job_id(name: str) -> None:
     except ValidationError:
         return
     assert JOB_ID.fullmatch(new_job_id(job.name))
+
+
+def test_a_job_is_a_pydantic_type() -> None:
+    class Request(BaseModel):
+        job: JobSpec
+
+    job = Request.model_validate({"job": {"name": "x", "script": "a.py", "resources": {"nodes": 2}}}).job
+    assert job == JobSpec(name="x", script="a.py", resources=Resources(nodes=2))
+    assert TypeAdapter(JobSpec).validate_python(job) is job
+    with pytest.raises(ValidationError):
+        Request.model_validate({"job": {"name": "x"}})

@@ -54,6 +54,7 @@ def test_a_job_keeps_its_hosts_from_the_moment_it_is_prepared_until_it_has_ended
     backend.set(marker, Phase.RUNNING)
     client.refresh()
     assert held() == {"n1": [marker], "n2": [marker]}
+    assert client.jobs()[0].to_dict()["hosts"] == ["n1", "n2"]
     backend.set(marker, Phase.SUCCEEDED)
     client.refresh()
     assert (client.job(view.id).state, held()) == ("SUCCEEDED", {})
@@ -361,3 +362,11 @@ def test_a_retry_that_is_due_at_once_is_made_by_the_pass_that_sees_the_end(clien
     view = submit(1, 2)
     see(view, Phase.FAILED, cause="crash")
     assert [a.state for a in client.job(view.id).attempts] == ["FAILED", "PENDING"]
+
+
+def test_a_small_job_does_not_pass_a_large_one_that_waits_for_the_same_hosts(client, submit):
+    submit(1, 2)
+    large = submit(3, 2)
+    small = submit(1, 1)
+    assert (large.state, small.state) == ("QUEUED", "QUEUED")
+    assert small.reason.startswith(f"waiting for room: {large.id} is older and waits for the same hosts")

@@ -424,3 +424,17 @@ def test_what_there_is_to_say_about_the_tree_is_passed_on(client, job_file):
     client.submit(loaded, on_progress=lambda step, data: told.append((step, data)))
     findings = [data for step, data in told if step == "finding"]
     assert any("dangling" in data["what"] + data["where"] for data in findings)
+
+
+def test_nobody_looks_for_a_copy_for_ever(client, backend, clock, job_file):
+    backend.behave(submit="swallowed")
+    view = client.submit(job_file())
+    backend.behave(submit="unreachable")
+    client.refresh()
+    client.cancel([view.id])
+    clock.now += 1000
+    client.refresh()
+    looks = len(backend.calls("find"))
+    clock.now += 1000
+    client.refresh()
+    assert len(backend.calls("find")) == looks

@@ -155,7 +155,14 @@ def test_a_failure_in_the_middle_of_a_batch_leaves_it_whole(ledger, clock, put, 
     assert counts(ledger) == before
 
 
-def test_what_is_removed_in_one_step_is_bounded_by_its_events(ledger, clock, put, monkeypatch):
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (14, [["old-a", "old-b"], ["old-c", "old-d"], ["old-e"]]),
+        (1, [[f"old-{name}"] for name in "abcde"]),  # a job that has more goes by itself
+    ],
+)
+def test_what_is_removed_in_one_step_is_bounded_by_its_events(ledger, clock, put, monkeypatch, events, expected):
     """Who submits waits for a step."""
     for name in "abcde":
         put(f"old-{name}", 40)  # seven events each
@@ -163,9 +170,9 @@ def test_what_is_removed_in_one_step_is_bounded_by_its_events(ledger, clock, put
     steps = []
     remove = pruning._remove
     monkeypatch.setattr(pruning, "_remove", lambda tx, ids, now: steps.append(ids) or remove(tx, ids, now))
-    monkeypatch.setattr(pruning, "EVENTS", 14)
+    monkeypatch.setattr(pruning, "EVENTS", events)
     assert prune(ledger, PruneRule(clock.now - DAY)).jobs == 5
-    assert steps == [["old-a", "old-b"], ["old-c", "old-d"], ["old-e"]]
+    assert steps == expected
 
 
 def test_nothing_is_pruned_in_a_copy_of_a_ledger_that_cannot_be_written(tmp_path, clock):

@@ -28,6 +28,7 @@ def test_rotation_keeps_the_newest_and_resumed_training_is_bit_equal(tmp_path, m
         run.accelerator.save_state()
     uninterrupted = run.run().state()
 
+    assert run.accelerator.save_iteration == 3
     assert names(tmp_path / "checkpoints") == ["checkpoint_1", "checkpoint_2"]
     assert names(tmp_path / "checkpoints" / "checkpoint_2") == [
         "manifest.json",

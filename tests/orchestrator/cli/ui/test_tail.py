@@ -144,7 +144,10 @@ def test_the_tail_of_a_host_that_does_not_answer_is_shown_when_it_does(monkeypat
 
 
 @pytest.mark.parametrize("mode", ["wb", "ab"])
-def test_a_log_on_this_machine_is_copied_into_a_file_from_the_right_byte_on(tmp_path: Path, mode: str) -> None:
+def test_a_log_on_this_machine_is_copied_into_a_file_from_the_right_byte_on(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orc.orchestrator.cli.ui.tail._SENDFILE_BYTES", 3)
     log, out = tmp_path / "rank-0.log", tmp_path / "out"
     logs = Logs()
     logs.file, logs.data[R0] = str(log), b"one\ntwo\n"
