@@ -25,8 +25,16 @@ STABLE: dict[str, frozenset[str]] = {
         {"GONE", "TIMEOUT_S", "ApiRefusal", "Uncertain", "exchange", "refusal", "unless_refused"}
     ),
     "orc.launchers.containers.inputs": frozenset(
-        {"PLAIN_ENTRY", "entry_program", "packed", "private_inputs", "read_records", "remove_private", "stage"}
-        | {"upload_inputs"}
+        {
+            "PLAIN_ENTRY",
+            "entry_program",
+            "packed",
+            "private_inputs",
+            "read_records",
+            "remove_private",
+            "stage",
+            "upload_inputs",
+        }
     ),
     "orc.launchers.containers.layout": frozenset(),
     "orc.launchers.containers.objects": frozenset({"ObjectStore", "UrlObjects", "UrlTransport"}),

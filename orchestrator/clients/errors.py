@@ -34,9 +34,9 @@ class NeedsLedger(LaunchError):
 
 
 _CLASSES: tuple[type[LaunchError], ...] = (
-    *(LaunchError, SpecError, RenderError, BundleError, BackendError, BackendUnreachable, NoRoom, JobNotFound),
-    *(GroupNotFound, ServiceUnreachable, NotLoggedIn, NotAllowed, NeedsLedger, SnapshotMissing),
-)
+    LaunchError, SpecError, RenderError, BundleError, BackendError, BackendUnreachable, NoRoom, JobNotFound,
+    GroupNotFound, ServiceUnreachable, NotLoggedIn, NotAllowed, NeedsLedger, SnapshotMissing,
+)  # fmt: skip
 _KINDS = {kind.__name__: kind for kind in _CLASSES}
 _BY_STATUS = {401: NotLoggedIn, 403: NotAllowed, 422: SpecError, 503: ServiceUnreachable}
 _OF_A_JOB = re.compile(r"/api/v1/jobs/[^/]+(/.*)?")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import itertools
 import json
 import random
 import select
@@ -264,7 +263,9 @@ class HttpSession:
         """Return the answer to *request*, sent again when it was lost. Raises `LaunchError`."""
         refuse_clear_secrets(self.login, request)
         with self.around():
-            for attempt in itertools.count(1):
+            attempt = 0
+            while True:
+                attempt += 1
                 try:
                     response = self.connections.exchange(request)
                 except (OSError, HTTPException) as error:
@@ -274,7 +275,6 @@ class HttpSession:
                     if (wait := pause(attempt, response)) is None:
                         return answer(response, request, self.login.url)
                 self.sleep(wait)
-        raise AssertionError("unreachable")
 
 
 Answer = TypeVar("Answer")

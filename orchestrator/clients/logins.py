@@ -93,8 +93,8 @@ def checked_url(text: str, *, where: str = "") -> str:
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
-    foreign = not host or parts.scheme not in ("http", "https") or parts.username is not None
-    if foreign or not host or parts.query or parts.fragment or not text.isprintable():
+    more = parts.username is not None or parts.query or parts.fragment
+    if not host or more or parts.scheme not in ("http", "https") or not text.isprintable():
         hint = "it looks like https://orc.example.org"
         raise LaunchError(f"not the URL of a service: {text!r}", where=where, hint=hint)
     address = f"[{host}]" if ":" in host else host

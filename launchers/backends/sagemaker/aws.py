@@ -230,8 +230,10 @@ class AwsService(ObjectStore):
         try:
             return bytes(self._client("s3").get_object(Bucket=bucket, Key=key, **extra)["Body"].read())
         except aws_errors() as error:
-            if (code := code_of(error)) in _GONE or code in ("InvalidRange", "416"):
-                return None if code in _GONE else b""
+            if (code := code_of(error)) in _GONE:
+                return None
+            if code in ("InvalidRange", "416"):
+                return b""
             raise explain(error, self._where, asked="s3:GetObject") from None
 
     def exists(self, uri: str) -> bool:

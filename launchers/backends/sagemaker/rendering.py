@@ -228,7 +228,8 @@ def _violations(value: Any, shape: Shape, name: str) -> Iterator[tuple[str, str]
 
     kinds = {"structure": Mapping, "map": Mapping, "list": list}
     kind = kinds.get(shape.type_name)
-    if ParamValidator().validate(value, shape).has_errors() if kind is None else not isinstance(value, kind):
+    fits = isinstance(value, kind) if kind else not ParamValidator().validate(value, shape).has_errors()
+    if not fits:
         yield name, f"{_cut(value)} is no {shape.type_name}"
     elif shape.type_name == "structure":
         yield from ((name, f"{member} is missing") for member in shape.required_members if member not in value)

@@ -25,14 +25,14 @@ SINFO_FORMAT = "%P|%a|%D|%A|%C|%l|%G|%c"
 _JOB_ID = re.compile(r"\d+(?:_\d+|\+\d+)?")
 _WAITING_ELEMENTS = re.compile(r"(?P<job>\d+)_\[(?P<ranges>[0-9,-]+)(?:%\d+)?\]")
 
-WAITING = frozenset(
-    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-    | {"LAUNCH_FAILED", "RECONFIG_FAIL", "POWER_UP_NODE", "EXPEDITING"}
-)
-ENDED = frozenset(
-    {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL"}
-    | {"DEADLINE", "REVOKED"}
-)
+WAITING = frozenset({
+    "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD",
+    "LAUNCH_FAILED", "RECONFIG_FAIL", "POWER_UP_NODE", "EXPEDITING",
+})  # fmt: skip
+ENDED = frozenset({
+    "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
+    "REVOKED",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,8 @@ def _observation(
     phase: Phase, records: AttemptRecords, row: JobRow | None, *, cause: Cause | None = None, reason: str = ""
 ) -> Observation:
     record = records.verdict if phase.ended else None
-    end = (record.ended_at if record else row.ended_at if row else None) if phase.ended else None
+    told_by = record or row  # the agents, or Slurm
+    end = told_by.ended_at if told_by and phase.ended else None
     return Observation(
         phase,
         cause,

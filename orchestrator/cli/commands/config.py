@@ -286,7 +286,7 @@ def _facts(folder: Path) -> tuple[str, str, str]:
     found = {
         file.stem: source.parse(source.read_file(file, "example"), str(file)).data for file in folder.glob("*.yaml")
     }
-    job, (cluster,) = found["job"], found.get("clusters", {"": {"kind": "local"}}).values()
+    job, cluster = found["job"], next(iter(found.get("clusters", {}).values()), {"kind": "local"})
     resources, runtime = job.get("resources", {}), job.get("runtime", {})
     size = f"{resources.get('nodes', 1)} x {resources.get('procs_per_node', 'each device')}"
     words = [str(value) if key == "mixed_precision" else key for key, value in runtime.items()]

@@ -66,13 +66,15 @@ def metrics_command(jobs: tuple[str, ...], following: bool, wanted: tuple[str, .
         counted = course(lines)
         _refuse_unknown(wanted, counted, job_id)
         show(counted[-tail:] if tail else [])
-    for new in _growth(client, job_id, reader) if following else ():
-        lines += new
-        show(new)
+    if following:
+        for new in _growth(client, job_id, reader):
+            lines += new
+            show(new)
     if not lines:
         raise _nothing(client, job_id)
-    for text in _curves(course(lines), wanted or ("loss",)) if not as_json else ():
-        echo(text)
+    if not as_json:
+        for text in _curves(course(lines), wanted or ("loss",)):
+            echo(text)
 
 
 def _read(client: JobsClient, job_id: str) -> tuple[MetricsReader, list[Line]]:

@@ -174,9 +174,9 @@ def stack_text(group: Group) -> str:
 
 
 HEADER = (
-    *("JOB", "NODE", "HOST", "STATE", "CPU", "LOAD", "MEMORY", "GPU"),
-    *("RANKS", "RANK CPU", "RANK MEM", "RANK GPU MEM", "STEP", "STEP/S"),
-)
+    "JOB", "NODE", "HOST", "STATE", "CPU", "LOAD", "MEMORY", "GPU",
+    "RANKS", "RANK CPU", "RANK MEM", "RANK GPU MEM", "STEP", "STEP/S",
+)  # fmt: skip
 
 
 @click.command("top")
@@ -217,10 +217,11 @@ def _plain(sampling: Any, once: bool, as_json: bool, interval: float) -> int:
 
     def show() -> None:
         samples = [newest[key] for key in sorted(newest)]
-        if not as_json:
+        if as_json:
+            for sample in samples:
+                output.echo_json_line(sample.to_dict())
+        else:
             echo(output.table(HEADER, list(map(load_row, samples))) + ("" if once else "\n"))
-        for sample in samples if as_json else ():
-            output.echo_json_line(sample.to_dict())
 
     while not sampling.ended:
         sample = sampling.next(interval + 30.0)

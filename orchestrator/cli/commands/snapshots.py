@@ -140,8 +140,9 @@ def _sync_dict(
         for name, b in bundles.items()
     ]
     hosts = [report.to_dict() for report in reports.values()]
-    for told, report in zip(hosts, reports.values(), strict=True) if trees else ():
-        told["missing"] = {n: [entry.path for entry in lacking(b, report.missing)] for n, b in bundles.items()}
+    if trees:
+        for told, report in zip(hosts, reports.values(), strict=True):
+            told["missing"] = {n: [entry.path for entry in lacking(b, report.missing)] for n, b in bundles.items()}
     return {"cluster": cluster, "explained": bool(trees), "snapshots": snapshots, "hosts": hosts}
 
 

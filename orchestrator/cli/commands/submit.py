@@ -163,8 +163,13 @@ def submit_command(
     if save is not None and not is_script:
         raise click.UsageError(f"--save keeps the job file of a script, and {job_file} is one already", context)
     arguments = context.meta[SCRIPT_ARGUMENTS]
-    given[""] = _yaml_list(arguments) if arguments is not None else None
-    overrides = (*overrides, *(_override(option, given[option]) for option in _KEYS if given[option] is not None))
+    overrides += tuple(
+        _override(key, given[option], f"--{option.replace('_', '-')}")
+        for option, key in _KEYS.items()
+        if given[option] is not None
+    )
+    if arguments is not None:
+        overrides += (_override("args", _yaml_list(arguments), "--"),)
     loaded = check_jobs(job_file, overrides, cluster, needs_clusters=dry_run)
     job_text = _job_file(job_file, overrides, cluster, save) if is_script else ""
     if save is not None:
@@ -187,7 +192,7 @@ def submit_command(
     return run(client, lambda told: client.submit(loaded, on_progress=told), follow, as_json=as_json, yes=yes)
 
 
-# Options for keys of a job file; "" stands for the words behind `--`.
+# Options for keys of a job file.
 _KEYS = {
     "array": "array",
     "max_parallel": "max_parallel",
@@ -195,15 +200,14 @@ _KEYS = {
     "nodes": "resources.nodes",
     "nproc": "resources.procs_per_node",
     "gpus": "resources.gpus_per_node",
-    "": "args",
 }
 
 
-def _override(option: str, value: object) -> str:
-    """Return *value* of an option as an override of its key, whose errors name the option."""
+def _override(key: str, value: object, option: str) -> str:
+    """Return *value* of *option* as an override of *key*, whose errors name the option."""
     from orc.launchers.spec.source import PlacedText
 
-    return PlacedText.at(f"{_KEYS[option]}={value}", f"--{option.replace('_', '-')} {value}")
+    return PlacedText.at(f"{key}={value}", f"{option} {value}")
 
 
 def _yaml_list(words: Sequence[str]) -> str:
