@@ -88,15 +88,17 @@ def checked_token(token: str, where: str = "") -> str:
 
 def checked_url(text: str, *, where: str = "") -> str:
     """Return the URL of a service in its one spelling. Raises `LaunchError` for what is none."""
+    refusal = LaunchError(
+        f"not the URL of a service: {text!r}", where=where, hint="it looks like https://orc.example.org"
+    )
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port
     except ValueError:
-        host, port = None, None
+        raise refusal from None
     more = parts.username is not None or parts.query or parts.fragment
     if not host or more or parts.scheme not in ("http", "https") or not text.isprintable():
-        hint = "it looks like https://orc.example.org"
-        raise LaunchError(f"not the URL of a service: {text!r}", where=where, hint=hint)
+        raise refusal
     address = f"[{host}]" if ":" in host else host
     default = {"http": 80, "https": 443}[parts.scheme]
     return f"{parts.scheme}://{address}{'' if port in (None, default) else f':{port}'}{parts.path.rstrip('/')}"
