@@ -281,7 +281,8 @@ def _follow(client: JobsClient, view: JobView, selection: Selection, as_json: bo
     echo(f"submitted {view.id} to {view.cluster}", err=True)
     try:
         with display(silent=as_json) as shown:
-            view = follow(client, view.id, Cursor(client, view.id, sink, around=shown.aside), selection, shown)
+            cursor = Cursor(client, view.id, sink, around=shown.aside)
+            view = follow(client, view.id, cursor, selection, shown, first_attempt=1)  # which may be over by now
     except KeyboardInterrupt:
         echo(f"\nstopped following; the job goes on: orc logs -f {view.id}, orc cancel {view.id}", err=True)
         if as_json:

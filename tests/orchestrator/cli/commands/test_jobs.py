@@ -22,6 +22,7 @@ from orc.launchers.backends.local.backend import LocalBackend
 from orc.launchers.paths import state_dir
 from orc.orchestrator.cli.commands import jobs as listing
 from orc.orchestrator.cli.commands.logs import _no_logs
+from orc.orchestrator.cli.ui import tail
 
 from ..conftest import Run
 
@@ -138,7 +139,17 @@ def test_a_failing_rank_is_named_with_its_end_by_follow_and_by_status(orc: Run, 
     assert orc("wait", "@last").code == 1
 
 
-def test_follow_goes_on_over_a_retry(orc: Run, job_file: JobFile) -> None:
+@pytest.mark.parametrize("first_look", ["at once", "when all is over"])
+def test_follow_goes_on_over_a_retry(
+    orc: Run, job_file: JobFile, first_look: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if first_look == "when all is over":
+
+        def follow(client: Any, job: str, *args: Any, follow: Any = tail.follow, **options: Any) -> Any:
+            client.wait([job])
+            return follow(client, job, *args, **options)
+
+        monkeypatch.setattr(tail, "follow", follow)
     result = orc("submit", job_file(RETRIED), "--follow")
     assert (result.code, result.out) == (0, "this is attempt 1\nthis is attempt 2\n")
     assert "--- attempt 1 FAILED: rank 0 " in result.err
