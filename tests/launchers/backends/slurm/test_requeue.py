@@ -26,6 +26,7 @@ if os.path.exists(f"{job}/saved-{rank}"):
     print("resumed", flush=True)
     sys.exit(0)
 def save(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm and the agent send one each
     open(f"{job}/saved-{rank}", "w").close()
     print("saved", flush=True)
     os._exit(75)
