@@ -178,7 +178,7 @@ def watch_peers(node: NodeState, now: float, slept: bool) -> None:
     gone = node.link.gone() if node.link else {}
     for peer in list(node.watch):
         over = node.peer_record(peer, "exit.json")
-        # Node 0 stays until all have ended: whoever does not hear of it is cut off, and counted as lost.
+        # Node 0 stays until all nodes have ended: a node that does not hear of it is cut off, and counted as lost.
         needed = over is None or (node.link is not None and peer == 0)
         if over is not None and over.get("peer_lost") and drop_peer(node, peer, "it was cut off"):
             continue

@@ -321,7 +321,7 @@ def kill_attempt(attempt_dir: str, node: int | None = None) -> int:
     killed: dict[int, str] = {}
     if node is not None:
         names = [f"node-{node}"]
-    else:  # no directory: somebody has removed it under a running attempt
+    else:  # no directory: it was removed under a running attempt
         names = [n for n in os.listdir(attempt_dir) if n.startswith("node-")] if os.path.isdir(attempt_dir) else []
     for name in names:
         for pid, start in _sessions(os.path.join(attempt_dir, name, "pids.json")):

@@ -1,4 +1,4 @@
-"""The object store that a platform's containers share with whoever submits; one by its URL.
+"""The object store that a platform's containers share with the submitting machine, opened by its URL.
 
 ``s3://...`` is reached through boto3, all others (``gs://...``) through fsspec's drivers. Credentials, region and
 endpoint come from where the library takes them.

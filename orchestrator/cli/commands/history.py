@@ -299,7 +299,7 @@ def reconcile_command(as_json: bool) -> None:
     with Deliverer(lambda: open_session().workspace.ledger, report_line=report_line):
         detached.run(open_session, report_line)
     with open_session() as session:
-        # The last job's end is told, too.
+        # Notifications of the last job's end go out, too.
         drain(session.workspace.ledger, lambda: not session.workspace.state_dir.is_dir())
 
 
