@@ -211,9 +211,12 @@ def running(client: JobsClient) -> list[str]:
 
 
 def _plain(sampling: Any, once: bool, as_json: bool, interval: float) -> int:
-    """Print lines of JSON, or a table per round; with *once* the last of each node. Return the exit status."""
+    """Print lines of JSON, or a table per round; with *once* the last of each node.
+
+    Return the exit status: 1 where the last measurement of a node has failed.
+    """
     newest: dict[tuple[str, int], Sample] = {}
-    failed = False
+    failed: dict[tuple[str, int], bool] = {}
 
     def show() -> None:
         samples = [newest[key] for key in sorted(newest)]
@@ -227,15 +230,15 @@ def _plain(sampling: Any, once: bool, as_json: bool, interval: float) -> int:
         sample = sampling.next(interval + 30.0)
         if sample is None:
             continue
-        failed |= bool(sample.error)
-        again = (sample.job, sample.node) in newest
-        newest[sample.job, sample.node] = sample
+        node = (sample.job, sample.node)
+        again = node in newest
+        newest[node], failed[node] = sample, bool(sample.error)
         if not once and (again or as_json):
             show()
             newest.clear()
     if once:
         show()
-    return int(failed)
+    return int(any(failed.values()))
 
 
 def _live(sampling: Any, interval: float) -> int:
