@@ -86,7 +86,7 @@ class Client(JobsClient):
             raise SpecError("describes several jobs", where=str(loaded.source_path), hint=hint)
         # The cluster and its backend are looked up before any file is hashed: the cheapest mistakes show first.
         backend = self.workspace.backend(loaded.spec.cluster)
-        loaded = loaded._replace(spec=self.session.subscribed(loaded.spec))
+        loaded = loaded._replace(spec=self.session.subscriptions()(loaded.spec))
         snapshot = take(self.workspace.store, loaded, on_progress or silent, backend)
         return self._submit(loaded.spec, snapshot, str(loaded.source_path.absolute()), on_progress)
 

@@ -67,7 +67,7 @@ class Workspace:
     sleep: Callable[[float], None] = time.sleep
     owner: str = field(default_factory=new_owner)
     user: str = field(default_factory=login_name)  # whose new jobs are that nobody else submits
-    subscribed: Callable[[JobSpec], JobSpec] = lambda spec: spec  # with whom the settings tell of every job
+    subscriptions: Callable[[], Callable[[JobSpec], JobSpec]] = lambda: lambda spec: spec  # of the settings as they are
     on_live_job: Callable[[], None] = lambda: None  # called as soon as a new job is durable
     noted: dict[str, float] = field(default_factory=dict)  # by job: when the ledger was last told that it was seen
     sizes: dict[str, JobSize] = field(default_factory=dict)  # by job; its specification never changes

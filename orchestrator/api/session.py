@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -91,7 +91,7 @@ class LedgerSession:
         # Another process could not use backends that exist in this one only.
         self._detaches = reconciler and backend_of is None
         self.workspace.on_live_job = self._start_reconciler
-        self.workspace.subscribed = self.subscribed
+        self.workspace.subscriptions = self.subscriptions
 
     @cached_property
     def measured(self) -> MeasuredJobs:
@@ -172,11 +172,11 @@ class LedgerSession:
                 return True  # its job's reason says what is wrong with the cluster
         return False
 
-    def subscribed(self, spec: JobSpec) -> JobSpec:
-        """Return *spec* with the subscriptions of the settings. Raises `LaunchError` for a wrong address."""
+    def subscriptions(self) -> Callable[[JobSpec], JobSpec]:
+        """Return what adds the subscriptions of the settings to a job. Both raise `LaunchError` for a wrong address."""
         from orc.orchestrator.notifications.targets import Policy, load_settings, subscribed
 
-        return subscribed(spec, load_settings(), Policy(service=self.serves))
+        return partial(subscribed, settings=load_settings(), policy=Policy(service=self.serves))
 
     # -- passes
 

@@ -62,7 +62,7 @@ def impossible_reason(found: Iterable[tuple[Dependency, JobState]]) -> str:
 # -- new jobs
 
 
-def required(ws: Workspace, spec: JobSpec, known: Sequence[str] = ()) -> list[Requirement]:
+def required(ws: Workspace, spec: JobSpec, known: Collection[str] = ()) -> list[Requirement]:
     """Return what *spec* waits for, with the full ids of the jobs; *known* are ids that are about to be submitted.
 
     Raises `SpecError` for jobs that are not there, outputs that they do not have, and ends that can no longer come.

@@ -64,7 +64,7 @@ def create(
     secrets = resolve_secrets(spec.secrets, {**os.environ, **each.secrets})
     render_anywhere(ws, spec, each.snapshot, AttemptId(new_job_id(spec.name), 1), each.owner)
     described = {
-        "job": ws.subscribed(spec).model_dump(mode="json"), "backend": backend.kind, "origin": ws.origin,
+        "job": ws.subscriptions()(spec).model_dump(mode="json"), "backend": backend.kind, "origin": ws.origin,
         "missed": missed, "overlap": overlap,
     }  # fmt: skip
     if each.request:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from orc.orchestrator.ledger.database import Connection, insert
+from orc.orchestrator.ledger.database import Connection, insert, one_of
 from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB, JobState
 from orc.orchestrator.ledger.records import columns_of, conditions, decoded, dump
 
@@ -25,14 +25,6 @@ class GroupRecord:
 
 
 _COLUMNS = columns_of(GroupRecord)
-
-
-class Member(NamedTuple):
-    """Job of a group."""
-
-    job_id: str
-    place: int | None  # in the group
-    state: JobState
 
 
 def create(connection: Connection, group: GroupRecord) -> None:
@@ -54,17 +46,14 @@ def newest(connection: Connection, limit: int) -> list[GroupRecord]:
     return [decoded(GroupRecord, row, "spec") for row in rows]
 
 
-def members(connection: Connection, group_id: str) -> list[Member]:
-    """Return the jobs of a group, by their places in it."""
-    rows = connection.tuples(
-        "SELECT id, group_index, state FROM jobs WHERE group_id = :id ORDER BY group_index, id", {"id": group_id}
-    )
-    return [Member(job_id, index, JobState(state)) for job_id, index, state in rows]
-
-
 def under_way(connection: Connection, group_id: str, waiting: Collection[JobState] = (JobState.QUEUED,)) -> int:
     """Return the number of jobs of a group that have not ended, without those in a state of *waiting*."""
-    return sum(not one.state.terminal and one.state not in waiting for one in members(connection, group_id))
+    in_state, parameters = one_of("state", sorted(ACTIVE_JOB.difference(waiting)))
+    rows = connection.tuples(
+        f"SELECT COUNT(*) FROM jobs WHERE group_id = :id AND {in_state}",  # noqa: S608
+        {"id": group_id, **parameters},
+    )
+    return int(rows[0][0])
 
 
 def owners(connection: Connection, group_id: str) -> set[str]:

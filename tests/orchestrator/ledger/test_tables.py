@@ -11,7 +11,7 @@ from orc.orchestrator.engine.queueing import Quota
 from orc.orchestrator.ledger import audit, groups, outbox, polls, schedules, tokens
 from orc.orchestrator.ledger.audit import AuditEntry
 from orc.orchestrator.ledger.database import Conflict, LedgerError
-from orc.orchestrator.ledger.groups import Dependency, GroupRecord, Member
+from orc.orchestrator.ledger.groups import Dependency, GroupRecord
 from orc.orchestrator.ledger.lifecycle import Event, JobState, Kind
 from orc.orchestrator.ledger.polls import ClusterPoll
 from orc.orchestrator.ledger.records import NewJob
@@ -76,10 +76,10 @@ def test_groups_know_their_jobs(ledger, opened):
         assert groups.find(connection, "none") is None
         assert groups.newest(connection, 9) == [second, first]
         assert groups.newest(connection, 1) == [second]
-        assert groups.members(connection, "g-1") == [
-            Member("b", 0, JobState.QUEUED),
-            Member("a", 1, JobState.QUEUED),
-        ]
+    with ledger.transaction() as tx:
+        tx.record(tx.find("b"), Event(Kind.JOB_CANCELLED))
+    with opened() as connection:
+        assert [groups.under_way(connection, "g-1", waiting) for waiting in ((), (JobState.QUEUED,))] == [1, 0]
 
 
 NIGHTLY = ScheduleRecord(
