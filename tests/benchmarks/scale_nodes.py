@@ -30,6 +30,7 @@ from harness import Row
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
 
+TESTS = Path(__file__).resolve().parents[1]
 ROUND_TRIP_S = float(os.environ.get("ROUND_TRIP_S", "0.02"))
 
 
@@ -237,7 +238,7 @@ def _processor_s(pid: int) -> float:
 
 def agents(sizes: tuple[int, ...] = (128, 512, 1000), watched_s: float = 20.0) -> list[Row]:
     """Node 0 as it is, and the others as connections of this process: they join, live for a while, and one dies."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launchers"))
+    sys.path[:0] = [str(TESTS / "launchers"), str(TESTS / "testbed")]
     from agent.conftest import Attempt, Linked, attempt
     from agent.test_link_protocol import IDLE, Many
 
@@ -352,7 +353,7 @@ def verdict(sizes: tuple[int, ...] = (100, 300, 1000), ranks: int = 8) -> list[R
 
 def fan_out(sizes: tuple[int, ...] = (16, 64, 256), patience_s: float = 300.0) -> list[Row]:
     """A snapshot of 8 MB to hosts that are directories of this machine; the first answers when all others have it."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launchers"))
+    sys.path.insert(0, str(TESTS / "launchers"))
     from transfer.conftest import Host, targets
 
     from orc.launchers.snapshot.content_store import ContentStore
