@@ -32,15 +32,13 @@ class SavedJob:
 def keep_copy(state_dir: Path, job: NewJob, created_at: float) -> None:
     """Write what `unknown` reads: for the day when the ledger is lost: its failure is no failure of the submission."""
     path = _copy(state_dir, job.id)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         make_private(path.parent)
         flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
+        with os.fdopen(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
             file.write(json.dumps({"created_at": created_at, "job": vars(job)}))
-        temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # half of it, which `unknown` would leave out
 
 
 def note_cancelled(state_dir: Path, job_id: str) -> None:
