@@ -88,7 +88,7 @@ class Leftover:
 
     native_id: str  # what to call it when it is to be removed
     marker: str  # of the attempt, as far as its name tells
-    what: str  # "queued resource orc-digits-k3f9a2-a1 in us-central2-b"
+    what: str  # "queued resource orc-digits-k3f9a2m4xq-a1 in us-central2-b"
     state: str  # in the words of the service
     why: Literal["over", "idle", "kept", "unknown"]  # its job is over; ... and its idle time too; kept; not our job
     created_at: float | None = None  # seconds since the epoch

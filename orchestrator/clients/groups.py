@@ -47,10 +47,8 @@ def submit(session: LedgerSession, loaded: LoadedGroup, *, on_progress: Progress
         new = new_submission(ws, as_member(member.loaded.spec, group), snapshot, source=source)
         submissions.append(replace(new, group=group.id, number=member.number, stage=member.stage))
     ids = submit_group(ws, submissions, group)
-    shown = view(ws, group.id)
-    if JobState.QUEUED not in shown.counts:
-        return shown
-    session.refresh(ids)
+    if ws.ledger.page(JobFilter(group=group.id, states=[JobState.QUEUED]), limit=1).rows:
+        session.refresh(ids)
     return view(ws, group.id)
 
 

@@ -59,7 +59,8 @@ def reconcile(
         return _needs_dispatch(job, ws.clock()) and not (patience_s and _is_left_to_agents(ws, job, patience_s))
 
     due = [job for job in jobs if is_due(job)]
-    crowded = {job.cluster for job in due if places_jobs(ws, job.cluster) or ws.limits(job.cluster) is not None}
+    clusters = {job.cluster for job in due}
+    crowded = {name for name in clusters if places_jobs(ws, name) or ws.limits(name) is not None}
     if crowded and job_ids is not None:
         # Who waits for room has to know who has left it, and to let those go first that are before it in the queue.
         asked = set(job_ids)

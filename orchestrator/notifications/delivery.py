@@ -55,7 +55,7 @@ _HEADLINE_REASON = 200
 
 
 def headline(payload: Mapping[str, Any]) -> str:
-    """Return one line: ``digits-k3f9a2 has failed on gpu: ValueError: x (rank 1 on a exited with 1)``."""
+    """Return one line: ``digits-k3f9a2m4xq has failed on gpu: ValueError: x (rank 1 on a exited with 1)``."""
     where = f" on {payload['cluster']}" if payload.get("cluster") else ""
     reason = str(payload.get("reason") or "").partition("\n")[0] if payload["event"] == "failure" else ""
     why = f": {reason[:_HEADLINE_REASON]}" if reason else ""

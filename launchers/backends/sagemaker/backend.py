@@ -419,7 +419,7 @@ def cost_text(billable_s: int | None, request: Mapping[str, object], prices: Map
 def training_job(cluster: Cluster | str, name: str) -> Any:
     """Return a training job as an object of the SDK: to wait for it, to register its model, to deploy it.
 
-        job = training_job("aws", "orc-digits-k3f9a2-a1")
+        job = training_job("aws", "orc-digits-k3f9a2m4xq-a1")
         job.wait()
         job.model_artifacts.s3_model_artifacts
 

@@ -27,7 +27,7 @@ def training_job_name(attempt: AttemptId, base: str | None = None) -> str:
 def name_end(attempt: AttemptId) -> str:
     """Return the end of an attempt's training job name, which does not depend on its beginning."""
     tail = attempt.job.rpartition("-")[2]
-    if not re.fullmatch("[a-z0-9]{6}", tail):
+    if not re.fullmatch("[a-z0-9]{6,10}", tail):
         tail = _short(attempt.job)
     return f"{tail}-a{attempt.number}"
 

@@ -18,7 +18,7 @@ SEEN_LATELY_S = 30.0  # what is older is told with its age
 
 
 def headline(job: JobView) -> str:
-    """``digits-k3f9a2  RUNNING  epoch 3 step 120``, for progress and results."""
+    """``digits-k3f9a2m4xq  RUNNING  epoch 3 step 120``, for progress and results."""
     words = [output.style(job.id, bold=True), output.state(job.state)]
     if len(job.attempts) > 1:
         words.append(f"attempt {len(job.attempts)}")

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from orc.launchers.ids import JOB_ID, new_job_id
+from orc.launchers.ids import JOB_ID, derived_job_id, new_job_id
 from orc.launchers.spec import JobSpec, Launcher, Resources, load_job
 from orc.runtime.core.config import JOB_KEYS
 
@@ -220,6 +220,11 @@ def test_every_accepted_name_makes_a_job_id(name: str) -> None:
     except ValidationError:
         return
     assert JOB_ID.fullmatch(new_job_id(job.name))
+
+
+@pytest.mark.parametrize("made", [lambda _: new_job_id("train"), lambda number: derived_job_id("train", str(number))])
+def test_a_hundred_thousand_jobs_of_one_name_have_ids_of_their_own(made: Any) -> None:
+    assert len({made(number) for number in range(100_000)}) == 100_000
 
 
 def test_a_job_is_a_pydantic_type() -> None:
