@@ -304,7 +304,7 @@ class GroupView(View):
     owner: str
     created_at: float
     max_parallel: int | None
-    members: tuple[MemberView, ...] = ()
+    members: tuple[MemberView, ...] = ()  # in a list of groups none
     counts: Mapping[str, int] = field(default_factory=dict)  # of members in each state, in the order of the members
 
     @property

@@ -157,10 +157,10 @@ def view(ws: Workspace, group_id: str) -> GroupView:
 
 
 def newest(ws: Workspace, kinds: Sequence[str], limit: int) -> list[GroupView]:
-    """Return the newest groups of these kinds."""
+    """Return the newest groups of these kinds, without their members."""
     with ws.ledger.database.read() as connection:
-        found = [group for group in table.newest(connection, limit * 4) if group.kind in kinds]
-    return [view(ws, group.id) for group in found[:limit]]
+        found = table.newest(connection, limit, kinds)
+        return [GroupView.from_record(group, members=(), counts=table.counts(connection, group.id)) for group in found]
 
 
 def resolve(ws: Workspace, ref: str, kinds: Sequence[str] = ()) -> str:
@@ -169,9 +169,9 @@ def resolve(ws: Workspace, ref: str, kinds: Sequence[str] = ()) -> str:
     Raises `GroupNotFound`.
     """
     with ws.ledger.database.read() as connection:
-        groups = [group.id for group in table.newest(connection, 1000) if not kinds or group.kind in kinds]
         if table.find(connection, ref) is not None:
             return ref
+        groups = table.newest_ids(connection, 1000, kinds)
     if ref == "@last" and groups:
         return groups[0]
     candidates = [group for group in groups if group.startswith(ref)]

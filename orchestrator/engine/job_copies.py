@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orc.launchers.ids import JOB_ID
 from orc.launchers.strict_modes import make_private
-from orc.orchestrator.ledger.records import NewJob
+from orc.orchestrator.ledger.records import NewJob, conditions
 
 if TYPE_CHECKING:
     from orc.orchestrator.workspace import Workspace
@@ -51,15 +51,16 @@ def unknown(ws: Workspace) -> list[SavedJob]:
     """Return the jobs of the state directory that the ledger has lost, oldest first; not those that were pruned."""
     from orc.orchestrator.ledger.prune import was_pruned
 
-    kept = {found.job.id: found for found in _kept(ws.state_dir)}
-    known = {record.id for record in ws.ledger.jobs(list(kept))}
+    kept = {path.parent.name: path for path in ws.state_dir.glob("jobs/*/job.json")}
     with ws.ledger.database.read() as connection:
-        known |= was_pruned(connection, list(kept))
-    return sorted((found for job, found in kept.items() if job not in known), key=lambda found: found.created_at)
+        known = was_pruned(connection, list(kept))
+        for condition, parameters in conditions(list(kept)):
+            known |= {row[0] for row in connection.tuples(f"SELECT j.id FROM jobs j WHERE {condition}", parameters)}  # noqa: S608
+    return sorted(_read(path for job, path in kept.items() if job not in known), key=lambda found: found.created_at)
 
 
-def _kept(state_dir: Path) -> Iterator[SavedJob]:
-    for path in state_dir.glob("jobs/*/job.json"):
+def _read(paths: Iterable[Path]) -> Iterator[SavedJob]:
+    for path in paths:
         try:
             data: dict[str, Any] = json.loads(path.read_bytes())
             cancelled = path.with_name(_CANCELLED).exists()

@@ -38,12 +38,33 @@ def find(connection: Connection, group_id: str) -> GroupRecord | None:
     return decoded(GroupRecord, rows[0], "spec") if rows else None
 
 
-def newest(connection: Connection, limit: int) -> list[GroupRecord]:
-    """Return the newest groups, *limit* at most."""
-    rows = connection.tuples(
-        f"SELECT {_COLUMNS} FROM groups ORDER BY created_at DESC, id DESC LIMIT {int(limit)}"  # noqa: S608
+def newest(connection: Connection, limit: int, kinds: Sequence[str] = ()) -> list[GroupRecord]:
+    """Return the newest groups (of *kinds*, if given), *limit* at most."""
+    return [decoded(GroupRecord, row, "spec") for row in _newest(connection, _COLUMNS, limit, kinds)]
+
+
+def newest_ids(connection: Connection, limit: int, kinds: Sequence[str] = ()) -> list[str]:
+    """Return the ids of what `newest` returns, without reading what describes the members of each."""
+    return [group_id for (group_id,) in _newest(connection, "id", limit, kinds)]
+
+
+def _newest(connection: Connection, columns: str, limit: int, kinds: Sequence[str]) -> list[tuple[Any, ...]]:
+    of_kinds, parameters = one_of("kind", kinds) if kinds else ("1 = 1", {})
+    return connection.tuples(
+        f"SELECT {columns} FROM groups WHERE {of_kinds} ORDER BY created_at DESC, id DESC LIMIT {int(limit)}",  # noqa: S608
+        parameters,
     )
-    return [decoded(GroupRecord, row, "spec") for row in rows]
+
+
+def counts(connection: Connection, group_id: str) -> dict[str, int]:
+    """Return how many members of a group are in each state, by the newest job of each, in the order of the members."""
+    rows = connection.tuples(
+        "SELECT state, COUNT(*) FROM jobs j WHERE group_id = :id AND NOT EXISTS (SELECT 1 FROM jobs n WHERE "
+        "n.group_id = :id AND n.group_index = j.group_index AND (n.created_at > j.created_at "
+        "OR (n.created_at = j.created_at AND n.id > j.id))) GROUP BY state ORDER BY MIN(group_index), MIN(created_at)",
+        {"id": group_id},
+    )
+    return dict(rows)
 
 
 def under_way(connection: Connection, group_id: str, waiting: Collection[JobState] = (JobState.QUEUED,)) -> int:

@@ -369,9 +369,9 @@ class Ledger:
             if newest := self.matching_ids("", 1):
                 return newest[0]
             raise SpecError("there is no job yet", where=where, hint="submit one: orc submit job.yaml")
-        candidates = self.matching_ids(ref, 6) if ref else []
-        if ref in candidates or (ref and self.job(ref) is not None):
+        if self.job(ref) is not None:
             return ref
+        candidates = self.matching_ids(ref, 6) if ref else []
         if len(candidates) == 1:
             return candidates[0]
         if candidates:

@@ -198,9 +198,10 @@ def _state() -> Iterator[Check]:
 def _ledger() -> Iterator[Check]:
     from orc.orchestrator.client import Client
     from orc.orchestrator.engine.job_copies import unknown
+    from orc.orchestrator.ledger.lifecycle import ACTIVE_JOB
+    from orc.orchestrator.ledger.store import JobFilter
 
     with Client() as client:
-        jobs = client.jobs(limit=None)
         database = client.workspace.ledger.database
         if database.url.startswith("sqlite:"):
             with database.read() as connection:
@@ -208,8 +209,9 @@ def _ledger() -> Iterator[Check]:
             if problems:
                 yield Check("ledger", "error", "; ".join(problems), f"restore a backup of {database.url}")
                 return
-        active = sum(job.ended_at is None for job in jobs)
-        yield Check("ledger", "ok", f"{database.url}, jobs: {len(jobs)}, under way: {active}")
+        states, _ = client.workspace.ledger.counts(JobFilter())
+        active = sum(count for state, count in states.items() if state in ACTIVE_JOB)
+        yield Check("ledger", "ok", f"{database.url}, jobs: {sum(states.values())}, under way: {active}")
         if lost := unknown(client.workspace):
             what = f"jobs that have a directory and are not in it: {len(lost)}, the newest is {lost[-1].job.id}"
             yield Check("ledger", "warning", what, "orc adopt")

@@ -132,7 +132,7 @@ def group_command(kind: str, what: str) -> click.Group:
     @json_option
     def list_(limit: int, as_json: bool) -> None:
         found = open_client().groups(kinds=(kind,), limit=limit)
-        rows = [[v.id, v.name, str(len(v.members)), _counts(v), clock(v.created_at)] for v in found]
+        rows = [[v.id, v.name, str(sum(v.counts.values())), _counts(v), clock(v.created_at)] for v in found]
         header = ("ID", "NAME", "JOBS", "STATES", "CREATED")
         listing(as_json, {"groups": [view.to_dict() for view in found]}, header, rows)
 

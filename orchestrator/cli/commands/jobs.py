@@ -75,7 +75,7 @@ def list_command(wanted: Mapping[str, Any], limit: int, watching: bool, refresh:
         from orc.orchestrator.client import Client
         from orc.orchestrator.engine.job_copies import unknown
 
-        if isinstance(client, Client) and (lost := unknown(client.workspace)):
+        if isinstance(client, Client) and not client.jobs(limit=1) and (lost := unknown(client.workspace)):
             echo(f"jobs here that the ledger does not know: {len(lost)}; `orc adopt` restores them", err=True)
 
 

@@ -76,10 +76,16 @@ def test_groups_know_their_jobs(ledger, opened):
         assert groups.find(connection, "none") is None
         assert groups.newest(connection, 9) == [second, first]
         assert groups.newest(connection, 1) == [second]
+        assert groups.newest(connection, 1, ["sweep"]) == [first]
+        assert groups.newest_ids(connection, 9, ["sweep", "array"]) == ["g-2", "g-1"]
     with ledger.transaction() as tx:
         tx.record(tx.find("b"), Event(Kind.JOB_CANCELLED))
     with opened() as connection:
         assert [groups.under_way(connection, "g-1", waiting) for waiting in ((), (JobState.QUEUED,))] == [1, 0]
+        assert list(groups.counts(connection, "g-1").items()) == [("CANCELLED", 1), ("QUEUED", 1)]
+    enqueue(ledger, "b-again", group_id="g-1", group_index=0)
+    with opened() as connection:
+        assert groups.counts(connection, "g-1") == {"QUEUED": 2}
 
 
 NIGHTLY = ScheduleRecord(
