@@ -144,7 +144,7 @@ def check(ws: Workspace, submissions: Sequence[Submission]) -> list[CheckedJob]:
     """Return what is recorded of *submissions*, asking no cluster. Raises `LaunchError` for what can never be sent."""
     ids = {one.stage: one.id for one in submissions if one.stage}
     specs = {one.id: one.spec for one in submissions}
-    subscribed = ws.subscriptions()
+    subscribed, environment = ws.subscriptions(), dict(os.environ)
     checked = []
     for one in submissions:
         backend = ws.backend(one.spec.cluster)  # one that is not configured is the cheapest mistake
@@ -155,7 +155,7 @@ def check(ws: Workspace, submissions: Sequence[Submission]) -> list[CheckedJob]:
         spec = _with_ids(ws, one.spec, ids)
         attempt_inputs.check(ws, spec, specs)
         needs = required(ws, spec, specs)
-        secrets = resolve_secrets(spec.secrets, {**os.environ, **one.secrets})
+        secrets = resolve_secrets(spec.secrets, {**environment, **one.secrets})
         attempt = AttemptId(one.id, 1)
         rendered = {attempt.marker: render_anywhere(ws, spec, one.snapshot, attempt, one.owner)}
         ciphertext = job_secrets.encrypt(ws.state_dir, one.id, secrets) if one.encrypted and secrets else ""
