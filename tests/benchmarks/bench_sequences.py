@@ -1,6 +1,6 @@
 """Sequences in pieces against the same by hand, on two gloo ranks: seconds per step, and what autograd keeps.
 
-    python -m torch.distributed.run --nproc-per-node 2 tests/benchmarks/bench_sequences.py [tokens] [steps]
+    python tests/benchmarks/bench_sequences.py [tokens] [steps]
 
 By hand means: torch's rounds of the ring or its all-to-all called in the model, tokens cut by the script, DDP. Both run
 in turns in one process, and the median of the ratios counts. What autograd keeps for backward is counted by tensor.
@@ -12,6 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from harness import Row, on_ranks, report
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -134,7 +135,7 @@ def alone(tokens):
 def main():
     tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 2048
     steps = int(sys.argv[2]) if len(sys.argv) > 2 else 20
-    whole = alone(tokens)
+    whole, rows = alone(tokens), []
     for kind in ("cp", "sp"):
         main_process, ratio, seconds, (hand, prepared) = compared(kind, tokens, steps)
         if main_process:
@@ -142,7 +143,12 @@ def main():
                 f"{kind} 2, {tokens} tokens: prepared / by hand {ratio:.3f} ({1000 * seconds:.0f} ms a step); kept "
                 f"for backward {prepared / 2**20:.1f} MiB, by hand {hand / 2**20:.1f}, one process {whole / 2**20:.1f}"
             )
+            name = f"a step of {kind} 2, {tokens} tokens"
+            rows.append(Row(name, "by hand", ratio * seconds, seconds, "s", ratio, None))
+    if rows:
+        report(rows)
 
 
 if __name__ == "__main__":
+    on_ranks(2)
     main()

@@ -1,6 +1,6 @@
 """save_state and load_state of a sharded model of 240 MB on 2 ranks against torch.distributed.checkpoint by itself.
 
-    torchrun --nproc-per-node 2 tests/benchmarks/bench_sharded_checkpoint.py [directory]
+    python tests/benchmarks/bench_sharded_checkpoint.py [directory]
 
 The pairs take turns; the median of their ratios is compared, of the slower rank. Budget: 1.1 for both. torch writes and
 reads model and optimizer as scripts do it by hand, with files brought to disk, but without checksums, manifest, random
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Row, report
+from harness import Row, on_ranks, report
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -95,4 +95,5 @@ def main(root: Path | None) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    on_ranks(2)
     main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

@@ -152,6 +152,13 @@ def on_a_laptop(program: str, measure: Callable[[int], None], turns: int, *needs
             subprocess.run([hosts / "down.sh"], env=environ, check=True, stdout=sys.stderr)
 
 
+def on_ranks(count: int) -> None:
+    """Start this program anew as *count* ranks, unless it is one of them."""
+    if "RANK" not in os.environ:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        os.execv(sys.executable, [*launch, *sys.argv])
+
+
 def main(names: list[str]) -> int:
     """Run the benchmarks and print their table; returns the exit status."""
     found = sorted(HERE.glob("bench_*.py"))
