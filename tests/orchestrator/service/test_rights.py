@@ -56,7 +56,7 @@ SHOWN: dict[str, Set[Kind]] = {
     "read_log": {Kind.LOGS},
     "stream_log": {Kind.LOGS},
     "find_in_log": {Kind.LOGS},
-    "list_groups": {Kind.STATE},
+    "list_groups": NONE,  # how many are in which state
     "get_group": {Kind.STATE, Kind.METRICS},
     "list_schedules": {Kind.PLACES},
     "list_notifications": {Kind.PLACES},
