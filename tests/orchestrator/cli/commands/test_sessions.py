@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 
+from orc.orchestrator.cli.commands.nodes import _plain
+from orc.orchestrator.insight.sessions import Sample
+
 JOB = """\
 name: watched
 script: train.py
@@ -116,6 +119,25 @@ def test_what_is_not_there_is_refused(job: str, orc: Any, orc_process: Any) -> N
 def test_without_a_running_job_there_is_nothing_to_watch(orc: Any) -> None:
     result = orc("top", "--once")
     assert (result.code, "no job is running" in result.err) == (2, True)
+
+
+class Measured:
+    """Measurements of a node as they come: its errors, empty where there is none."""
+
+    def __init__(self, *errors: str) -> None:
+        self.left = [Sample("digits-k3f9a2m4xq", 0, "here", {}, error=error) for error in errors]
+
+    @property
+    def ended(self) -> bool:
+        return not self.left
+
+    def next(self, _: float) -> Sample:
+        return self.left.pop(0)
+
+
+@pytest.mark.parametrize(("errors", "status"), [(("no answer", ""), 0), (("", "no answer"), 1)])
+def test_top_without_a_terminal_ends_as_the_last_measurement(errors: tuple[str, ...], status: int) -> None:
+    assert _plain(Measured(*errors), once=False, as_json=True, interval=1.0) == status
 
 
 def test_the_stacks_of_a_job_that_has_ended_are_refused(orc: Any, place: Path) -> None:
